@@ -1,0 +1,107 @@
+# Everything needs only Python >= 3.10, a C++ compiler and a package index: each target makes the
+# virtual environments it needs, and makes them again only when what they come from has changed.
+#
+#   make demo      install, check the results on this machine, train a small model
+#   make test      install, run the whole test suite (PYTEST_ARGS=... narrows it)
+#   make lint      ruff, mypy and clang-format; make format lets them write
+#   make device    the extension in place, for another Python or fewer kernels:
+#                  DEVICE_PYTHON=python3.12 HEAD_DIMS=64,128 ARCHS=90a
+#   make gpu-test  FAMILY=sm80 SHARD=1/1: the recorded run on a GPU; gpu-record-check names the
+#                  families that have to run again
+#   make sass      registers, memory and instructions of every built kernel
+#   make ncu       PROFILE_ARGS="--pass backward": the hardware's counters of one kernel
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: venv install test demo lint format device gpu-test gpu-record-check sass ncu api clean
+
+PYTHON ?= python3
+VENV ?= .venv
+LINT_VENV ?= .venv-lint
+DEVICE_PYTHON ?= python3.12
+TORCH ?= torch>=2.10
+PYTEST_ARGS ?=
+TRAIN_ARGS ?=
+PROFILE_ARGS ?=
+FAMILY ?= sm80
+SHARD ?= 1/1
+HEAD_DIMS ?=
+ARCHS ?=
+
+# The installed package where there is one, so that a GPU machine may bring its own Python.
+RUN ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+LINT_BIN ?= $(LINT_VENV)/bin
+DEVICE_VENV := build/venv-$(notdir $(DEVICE_PYTHON))
+
+# One-line lists of pyproject.toml, without brackets: "a", "b"
+list = $(shell sed -n 's/^$(1) = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
+SOURCES := $(shell find setup.py pyproject.toml csrc flash_ext -type f \
+             ! -name '*.pyc' ! -name '*.so' ! -name '.*')
+CPP := $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+
+venv: $(VENV)/.made
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+install: $(VENV)/.installed
+
+# One resolution for torch and the package, built in isolation.
+$(VENV)/.installed: $(VENV)/.made $(SOURCES)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check '$(TORCH)' '.[test,bench]'
+	touch $@
+
+test: install
+	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+# From docs, where the installed package is what `import flash_ext` finds.
+demo: install
+	cd docs && ../$(VENV)/bin/python -m flash_ext
+	$(VENV)/bin/python docs/examples/train_gpt.py $(TRAIN_ARGS)
+
+$(LINT_VENV)/bin: pyproject.toml
+	$(PYTHON) -m venv $(LINT_VENV)
+	$(LINT_VENV)/bin/python $(PIP_INSTALL) $(call list,dev)
+	touch $@
+
+lint: $(LINT_BIN)
+	$(LINT_BIN)/ruff check .
+	$(LINT_BIN)/ruff format --check .
+	$(LINT_BIN)/clang-format --dry-run -Werror $(CPP)
+	$(LINT_BIN)/mypy
+
+format: $(LINT_BIN)
+	$(LINT_BIN)/ruff check --fix .
+	$(LINT_BIN)/ruff format .
+	$(LINT_BIN)/clang-format -i $(CPP)
+
+$(DEVICE_VENV)/.made: pyproject.toml
+	$(DEVICE_PYTHON) -m venv $(DEVICE_VENV)
+	$(DEVICE_VENV)/bin/python $(PIP_INSTALL) $(call list,requires)
+	touch $@
+
+device: $(DEVICE_VENV)/.made
+	FLASH_EXT_HEAD_DIMS='$(HEAD_DIMS)' FLASH_EXT_CUDA_ARCHS='$(ARCHS)' \
+	  $(DEVICE_VENV)/bin/python setup.py --quiet build_ext --inplace
+	du -h flash_ext/_C*.so
+
+gpu-test:
+	$(RUN) -m flash_ext.testing.record run --family $(FAMILY) --shard $(SHARD)
+
+gpu-record-check:
+	$(RUN) -m flash_ext.testing.record check
+
+sass:
+	$(RUN) -m flash_ext.testing.gates --sass build/sass
+
+ncu:
+	$(RUN) -m bench.profile $(PROFILE_ARGS)
+
+api:
+	$(PYTHON) docs/generate_api.py
+
+clean:
+	rm -rf build dist *.egg-info flash_ext/_C*.so $(VENV) $(LINT_VENV)

@@ -1,0 +1,219 @@
+"""Time attention of flash_ext beside its peers, in one process, on the same tensors.
+
+    python -m bench.attention --out results.csv
+
+Every cell is checked against fp64 attention before it is timed; the providers, and a matrix
+product that shows what the card gives at that moment, take turns. Rows go to a CSV file after
+every cell; a short table comes last. Exit code 1 if a result is wrong or flash_ext failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:  # run as a file: import from the root instead
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+import flash_ext
+from bench import schema, tables
+from bench.check import complaint, errors, slice_oracle
+from bench.providers import DEFAULT, PROVIDERS, Pass, Provider, make_inputs
+from bench.schema import Cell, Environment, Result, Row
+from flash_ext.testing import timing
+
+MATMUL = "matmul"
+MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
+
+
+def environment(device: torch.device) -> Environment:
+    """The card, the driver and the versions in this process."""
+    build = flash_ext.build_info()
+    cuda = device.type == "cuda"
+    return Environment(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        card=torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
+        driver=_driver() if cuda else "none",
+        torch=torch.__version__,
+        cudnn=str(torch.backends.cudnn.version()) if cuda else "none",
+        flash_ext=build.version,
+        archs=";".join(build.archs) or "none",
+        nvcc=build.nvcc or "none",
+        digest=build.digests.get("csrc", "none"),
+    )
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+        return found.stdout.split()[0]
+    except (OSError, IndexError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def run_cell(
+    cell: Cell, providers: Sequence[Provider], device: torch.device, rounds: int
+) -> list[Result]:
+    """Check, weigh and time every provider in one cell; one result each, in their order."""
+    x = make_inputs(cell, device)
+    oracle = slice_oracle(x, gradients=cell.pass_name != "forward")
+    calls: dict[str, Pass] = {}
+    results: dict[str, Result] = {}
+    for provider in providers:
+        absent = provider.absent(cell, device)
+        if absent:
+            results[provider.name] = Result(provider.name, "unavailable", absent)
+            continue
+        try:
+            call = provider.prepare(cell.pass_name, x)
+            found = errors(call(), oracle)
+            wrong = complaint(found, cell.dtype)
+            worst = max(error.whole for error in found.values())
+            results[provider.name] = Result(
+                provider.name, "wrong" if wrong else "ok", wrong, error=worst,
+                extra_mib=None if wrong else extra_memory(call, device),
+            )  # fmt: skip
+            if not wrong:
+                calls[provider.name] = call
+        except Exception as error:  # peers fail in their own ways; the reason goes to the table
+            if provider.ours:
+                traceback.print_exc()
+            reason = (str(error).strip().splitlines() or [""])[0]
+            reason = f"{type(error).__name__}: {reason}"
+            results[provider.name] = Result(provider.name, "failed", reason)
+    del oracle
+    size = MATMUL_SIZE[device.type]
+    a, b = torch.randn(2, size, size, device=device, dtype=x.q.dtype).unbind(0)
+    timed = timing.interleaved(
+        {**calls, MATMUL: lambda: a @ b}, device=device, rounds=rounds, warmup=3
+    )
+    matmul_tflops = 2e-9 * size**3 / timed[MATMUL].median
+    for name in calls:
+        t = timed[name]
+        tflops = 1e-9 * cell.flops / t.median
+        results[name] = replace(
+            results[name], ms=t.median, ms_p20=t.p20, ms_p80=t.p80, rounds=t.rounds, tflops=tflops,
+            matmul_tflops=matmul_tflops, matmul_share=tflops / matmul_tflops,
+        )  # fmt: skip
+    return with_best_peer(list(results.values()))
+
+
+def with_best_peer(results: Sequence[Result]) -> list[Result]:
+    """Fill in the fastest peer other than the provider itself, and the ratio to it."""
+    filled = []
+    for result in results:
+        others = [r for r in results if r.provider in schema.PEERS and r.tflops]
+        others = [r for r in others if r.provider != result.provider]
+        best = max(others, key=lambda r: r.tflops or 0.0, default=None)
+        if best is not None and best.tflops and result.tflops:
+            ratio = result.tflops / best.tflops
+            result = replace(result, best_peer=best.provider, vs_best_peer=ratio)
+        filled.append(result)
+    return filled
+
+
+def extra_memory(call: Pass, device: torch.device) -> float | None:
+    """MiB the call needs at its peak beyond what it returns; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    results = call()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+    returned = sum(t.numel() * t.element_size() for t in results.values())
+    return max(0, peak - before - returned) / 2**20
+
+
+def grid(args: argparse.Namespace) -> list[Cell]:
+    return [
+        schema.make_cell(
+            pass_name=pass_name, dtype=args.dtype, mask=mask, D=D, S=S,
+            tokens=args.tokens, hidden=args.hidden, group=args.group,
+        )
+        for pass_name in args.passes for D in args.head_dims
+        for mask in args.masks for S in args.seqlens
+    ]  # fmt: skip
+
+
+def positive(text: str) -> int:
+    """A positive integer; 4k is 4096."""
+    number, unit = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    if not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer such as 4k")
+    return int(number) * unit
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    p.add_argument("--head-dims", type=positive, nargs="+", default=[64, 128])
+    p.add_argument("--seqlens", type=positive, nargs="+", default=[1024, 4096, 16384])
+    p.add_argument("--masks", choices=schema.MASKS, nargs="+", default=list(schema.MASKS))
+    p.add_argument("--passes", choices=schema.PASSES, nargs="+", default=["forward", "backward"])
+    p.add_argument("--providers", choices=PROVIDERS, nargs="+", default=DEFAULT)
+    p.add_argument("--tokens", type=positive, default=16384, help="batch = tokens / seqlen")
+    p.add_argument("--hidden", type=positive, default=2048, help="heads = hidden / head dim")
+    p.add_argument("--group", type=positive, default=1, help="query heads per key head")
+    p.add_argument("--dtype", choices=schema.DTYPES, default="bfloat16")
+    p.add_argument("--rounds", type=positive, default=20)
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                   help="cpu: a dry run, its figures mean nothing")  # fmt: skip
+    p.add_argument("--out", type=Path, default=Path("bench/results/tmp/attention.csv"))
+    return p
+
+
+def progress(cells: Sequence[Cell]) -> Iterable[Cell]:
+    """The cells under a progress bar, or bare where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return cells
+    bar: Iterable[Cell] = tqdm(cells, unit="cell", mininterval=2, file=sys.stderr)
+    return bar
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        p.error("--device cuda: no CUDA device is visible (--device cpu makes a dry run)")
+    if min(args.seqlens) < 2:
+        p.error("--seqlens: got 1, expected at least 2 (with one key dq and dk are zero)")
+    try:
+        timing.refuse_attached_tool()
+        cells = grid(args)
+    except (RuntimeError, ValueError) as error:
+        p.error(str(error))
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    providers = [PROVIDERS[name] for name in args.providers]
+    env = environment(device)
+    print(env, flush=True)
+    rows: list[Row] = []
+    for cell in progress(cells):
+        rows += [Row(env, cell, r) for r in run_cell(cell, providers, device, args.rounds)]
+        schema.write_csv(args.out, rows)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print(f"{args.out}: {len(rows)} rows\n\n{tables.unmeasured(rows)}")
+    print(f"TFLOP/s, {args.dtype}\n\n{tables.throughput(rows)}\n{tables.ratios(rows)}", end="")
+    bad = [r for r in rows if r.result.status == "wrong" or
+           (r.result.status == "failed" and PROVIDERS[r.result.provider].ours)]  # fmt: skip
+    for row in bad:
+        print(f"{row.cell}: {row.result.provider} {row.result.status}: {row.result.reason}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""What one benchmark row says, and the one CSV layout that every benchmark writes.
+
+A row is an `Environment` (card, driver, versions: the same for a whole run), a `Cell` (the problem)
+and a `Result` (one provider's figures). FLOPs count the two products of attention, the half of
+them if causal; the backward pass counts 2.5 times the forward pass, both together 3.5 times.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # FLOPs in forward passes
+MASKS = ("full", "causal")
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Rows of one run that compete with flash_ext for "best peer".
+PEERS = ("sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where the figures come from; `digest` is that of the csrc/ flash_ext was built from."""
+
+    date: str
+    card: str
+    driver: str
+    torch: str
+    cudnn: str
+    flash_ext: str
+    archs: str
+    nvcc: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem: q (B,Sq,Hq,D), k (B,Sk,Hk,D), v (B,Sk,Hk,Dv), timed in one pass."""
+
+    pass_name: str
+    dtype: str
+    causal: bool
+    B: int
+    Hq: int
+    Hk: int
+    Sq: int
+    Sk: int
+    D: int
+    Dv: int
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the pass, by the convention every comparison uses."""
+        table = self.B * self.Hq * self.Sq * self.Sk
+        forward = 2 * table * (self.D + self.Dv) * (0.5 if self.causal else 1.0)
+        return PASSES[self.pass_name] * forward
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.causal else "full"
+
+    def __str__(self) -> str:
+        return f"{self.pass_name} D{self.D} {self.mask} S{self.Sq}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One provider in one cell; figures are None unless `status` is "ok".
+
+    status: "ok", "unavailable", "failed" or "wrong"; `reason` says why it is not "ok".
+    error: largest relative error (Frobenius norm) of any result on the slice that was checked.
+    ms, ms_p20, ms_p80: milliseconds of the pass, median and percentiles over `rounds`.
+    best_peer, vs_best_peer: the fastest other implementation, and this one's speed over its.
+    matmul_tflops, matmul_share: a matrix product of the same dtype timed in turn with the cell.
+    extra_mib: peak memory beyond inputs and results.
+    """
+
+    provider: str
+    status: str
+    reason: str = ""
+    error: float | None = None
+    ms: float | None = None
+    ms_p20: float | None = None
+    ms_p80: float | None = None
+    rounds: int | None = None
+    tflops: float | None = None
+    best_peer: str = ""
+    vs_best_peer: float | None = None
+    matmul_tflops: float | None = None
+    matmul_share: float | None = None
+    extra_mib: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    environment: Environment
+    cell: Cell
+    result: Result
+
+
+COLUMNS = [field.name for part in (Environment, Cell, Result) for field in fields(part)]
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "str": str,
+    "int": int,
+    "bool": lambda text: {"True": True, "False": False}[text],
+    "float | None": lambda text: float(text) if text else None,
+    "int | None": lambda text: int(text) if text else None,
+}
+
+
+def make_cell(
+    *, pass_name: str, dtype: str, mask: str, D: int, S: int, tokens: int, hidden: int, group: int
+) -> Cell:
+    """The cell of the table conventions: B = tokens/S (at least 1), Hq = hidden/D, Hk = Hq/group.
+
+    Raises:
+        ValueError: if hidden has no whole head of D, or group does not divide the heads.
+    """
+    heads = hidden // D
+    if heads < 1:
+        raise ValueError(f"hidden: got {hidden}, expected at least the head dim {D}")
+    if heads % group:
+        raise ValueError(f"group: got {group}, expected a divisor of the {heads} query heads")
+    return Cell(
+        pass_name=pass_name, dtype=dtype, causal=mask == "causal", B=max(1, tokens // S),
+        Hq=heads, Hk=heads // group, Sq=S, Sk=S, D=D, Dv=D,
+    )  # fmt: skip
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows with a header line; floats keep six digits, None is an empty field."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in rows:
+            values = {**asdict(row.environment), **asdict(row.cell), **asdict(row.result)}
+            writer.writerow([_text(values[name]) for name in COLUMNS])
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Read what `write_csv` wrote.
+
+    Raises:
+        ValueError: if the header is another, a line is cut or a field unreadable; names the line.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.reader(file))
+    if not lines or lines[0] != COLUMNS:
+        got = lines[0] if lines else []
+        raise ValueError(f"{path}: got columns {got}, expected {COLUMNS}")
+    rows = []
+    for number, line in enumerate(lines[1:], 2):
+        if len(line) != len(COLUMNS):
+            raise ValueError(f"{path}:{number}: got {len(line)} fields, expected {len(COLUMNS)}")
+        values = dict(zip(COLUMNS, line, strict=True))
+        try:
+            rows.append(Row(*(_parsed(part, values) for part in (Environment, Cell, Result))))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}:{number}: cannot read a field: {error}") from error
+    return rows
+
+
+def _parsed(part: Any, values: Mapping[str, str]) -> Any:
+    return part(**{f.name: _PARSERS[str(f.type)](values[f.name]) for f in fields(part)})
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

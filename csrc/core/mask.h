@@ -1,0 +1,77 @@
+// Which keys a query sees: a diagonal band, cut at the ends of the sequences.
+//
+// Query i sits at key position i + Sk - Sq and sees the keys [first_key(i), end_key(i)). Causal is
+// a band without keys to the right, a sliding window limits both sides, and full attention limits
+// neither. first_key and end_key never decrease with i, so the tiles that a block of rows (or of
+// keys) touches, and those it sees whole, are plain ranges.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "core/layout.h"
+
+namespace flash_ext {
+
+struct Range {
+  int begin;
+  int end;
+};
+
+class BandMask {
+ public:
+  __device__ __forceinline__ BandMask(const Shape& shape, const Window& window)
+      : seqlen_q_(static_cast<int>(shape.seqlen_q)),
+        seqlen_k_(static_cast<int>(shape.seqlen_k)),
+        // A side without limit reaches past both sequences, each of which is below kMaxSeqlen.
+        left_(seqlen_k_ - seqlen_q_ - limit(window.left)),
+        right_(seqlen_k_ - seqlen_q_ + limit(window.right)) {}
+
+  // Keys that query `row` sees; the range is empty (begin >= end) where it sees none.
+  __device__ __forceinline__ int first_key(int row) const { return max(0, row + left_); }
+  __device__ __forceinline__ int end_key(int row) const {
+    return min(seqlen_k_, row + right_ + 1);
+  }
+  __device__ __forceinline__ bool sees(int row, int key) const {
+    return key >= first_key(row) && key < end_key(row);
+  }
+
+  // Key tiles of kBlockN that any of the query rows [rows.begin, rows.end) sees ...
+  template <int kBlockN>
+  __device__ __forceinline__ Range touched_key_tiles(Range rows) const {
+    const int begin = first_key(rows.begin) / kBlockN;
+    const int end = ceil_div(max(0, end_key(rows.end - 1)), kBlockN);
+    return {begin, max(begin, end)};
+  }
+  // ... and those of which every row sees every key, so that nothing needs masking.
+  template <int kBlockN>
+  __device__ __forceinline__ Range whole_key_tiles(Range rows) const {
+    return {ceil_div(first_key(rows.end - 1), kBlockN), max(0, end_key(rows.begin)) / kBlockN};
+  }
+
+  // Query tiles of kBlockM with a row that sees any of the keys [keys.begin, keys.end) ...
+  template <int kBlockM>
+  __device__ __forceinline__ Range touching_query_tiles(Range keys) const {
+    const int first_row = max(0, keys.begin - right_);
+    const int end_row = min(seqlen_q_, keys.end - left_);  // first_key(row) <= keys.end - 1
+    const int begin = first_row / kBlockM;
+    return {begin, max(begin, ceil_div(max(0, end_row), kBlockM))};
+  }
+  // ... and whether every query row of [rows.begin, rows.end) sees every key of a tile.
+  __device__ __forceinline__ bool whole(Range rows, Range keys) const {
+    return keys.begin >= first_key(rows.end - 1) && keys.end <= end_key(rows.begin);
+  }
+
+ private:
+  static __device__ __forceinline__ int limit(int64_t side) {
+    constexpr int64_t kNoLimit = 2 * kMaxSeqlen;
+    return static_cast<int>(side < 0 || side > kNoLimit ? kNoLimit : side);
+  }
+
+  int seqlen_q_;
+  int seqlen_k_;
+  int left_;   // first visible key relative to the row
+  int right_;  // last visible key relative to the row
+};
+
+}  // namespace flash_ext

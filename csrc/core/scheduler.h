@@ -1,0 +1,31 @@
+// Which tile of the problem a thread block works on. Grids are linear in x, so that no dimension
+// meets the limit of 65,535 on y and z.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+struct TileCoordinate {
+  int tile;       // along the sequence
+  int head;       // within the batch entry
+  int64_t batch;  // 64-bit, because it multiplies a stride
+};
+
+// Tiles of one head are neighbours: together they read the same K and V (or Q and dO) from L2, as
+// do the heads of one group. Tiles run from the last to the first: under a causal mask the last
+// query tile sees the most keys, and long work should start early.
+__device__ __forceinline__ TileCoordinate last_tile_first(int64_t block, int tiles, int heads) {
+  const int64_t head = block / tiles;
+  const int tile = tiles - 1 - static_cast<int>(block % tiles);
+  return {tile, static_cast<int>(head % heads), head / heads};
+}
+
+// The same from the first tile to the last: under a causal mask the first keys are seen by the
+// most queries.
+__device__ __forceinline__ TileCoordinate first_tile_first(int64_t block, int tiles, int heads) {
+  const int64_t head = block / tiles;
+  return {static_cast<int>(block % tiles), static_cast<int>(head % heads), head / heads};
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,103 @@
+// Online softmax over the rows a warp owns (Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023,
+// algorithm 1).
+//
+// For each row we keep a running reference m and sum l over the keys seen so far, with
+//     O = sum_j exp2(x_j - m) v_j,   l = sum_j exp2(x_j - m),   x = score * scale * log2(e).
+// A new tile with a larger maximum m' multiplies O and l by exp2(m - m'). One division at the very
+// end gives softmax(x) V, and lse = (m + log2 l) / log2(e).
+#pragma once
+
+#include <cmath>
+
+#include "ptx/math.h"
+#include "core/layout.h"
+
+namespace flash_ext {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Every lane of a quad shares its two rows of a 16-row block (core/layout.h).
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// kM blocks of 16 rows; this lane works for rows l / 4 (h = 0) and l / 4 + 8 (h = 1) of each.
+template <int kM>
+class OnlineSoftmax {
+ public:
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        reference_[m][h] = -INFINITY;
+        sum_[m][h] = 0.f;
+      }
+  }
+
+  // Takes a tile of scores (16 kM, 8 kN), -inf where masked, and turns it into exp2(x - m');
+  // `out` (16 kM, 8 kD) is brought to the new reference. `units` > 0 are the exponent units of a
+  // score, scale * log2(e): they fold into the FFMA before exp2.
+  template <int kN, int kD>
+  __device__ __forceinline__ void step(float (&scores)[kM][kN][4], float (&out)[kM][kD][4],
+                                       float units) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = scores[m][0][2 * h];
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+          top = fmaxf(top, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+        // Rounded up, so that no exponent below is above zero.
+        const float old = reference_[m][h];
+        reference_[m][h] = fmaxf(old, __fmul_ru(quad_max(top), units));
+        // A row without a visible key so far subtracts 0 from its -inf scores.
+        const float reference = reference_[m][h] == -INFINITY ? 0.f : reference_[m][h];
+        const float rescale = ptx::exp2_approx(old - reference);
+
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; ++i) {
+            scores[m][n][i] = ptx::exp2_approx(fmaf(scores[m][n][i], units, -reference));
+            sum += scores[m][n][i];
+          }
+        sum_[m][h] = fmaf(sum_[m][h], rescale, sum);
+#pragma unroll
+        for (int d = 0; d < kD; ++d) {
+          out[m][d][2 * h] *= rescale;
+          out[m][d][2 * h + 1] *= rescale;
+        }
+      }
+  }
+
+  // Ends the row (m, h): the factor that normalises its output, and its natural-log lse. A sink
+  // adds exp(sink) to the denominator; pass -inf for none. Collective over the quad.
+  __device__ __forceinline__ float finish(int m, int h, float sink, float& lse) const {
+    const float sum = quad_sum(sum_[m][h]);
+    const float sink_exponent = sink * kLog2E;
+    const float top = fmaxf(reference_[m][h], sink_exponent);
+    if (top == -INFINITY) {
+      lse = sum - INFINITY;  // no key and no sink: -inf; only NaN scores: NaN
+      return 0.f;
+    }
+    const float shrink = ptx::exp2_approx(reference_[m][h] - top);
+    const float total = fmaf(sum, shrink, ptx::exp2_approx(sink_exponent - top));
+    lse = fmaf(top, kLn2, logf(total));
+    return shrink / total;
+  }
+
+ private:
+  float reference_[kM][2];  // m: the largest exponent so far, rounded up
+  float sum_[kM][2];        // this lane's share of l, over its own columns
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,83 @@
+// The seam between the binding and the kernels: plain structs, no Python, no torch, no CUDA types.
+//
+// One alphabet everywhere: B batch, Sq/Sk query/key length, Hq/Hk query/key heads, D head dim of
+// q and k, Dv head dim of v. Strides count elements, never bytes, and are 64-bit.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
+
+// A tensor read as (batch, sequence, head, dim), whatever the order of its memory.
+// The dim stride is 1. A stride may be 0 (expanded input).
+struct View {
+  void* data;  // null when the tensor is absent (a gradient nobody asked for) or empty
+  int64_t batch_stride;
+  int64_t seq_stride;
+  int64_t head_stride;
+};
+
+// Sequences are shorter than this, so that positions and their differences fit 32 bits.
+constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
+
+// Sizes shared by every pass.
+struct Shape {
+  int64_t batch;       // B
+  int64_t seqlen_q;    // Sq
+  int64_t seqlen_k;    // Sk
+  int32_t heads_q;     // Hq, a multiple of heads_k
+  int32_t heads_k;     // Hk
+  int32_t head_dim;    // D, a multiple of 8
+  int32_t head_dim_v;  // Dv, a multiple of 8
+};
+
+// Query i sits at key position i + Sk - Sq and sees keys in
+// [position - window_left, position + window_right]; -1 is no limit. Causal is window_right = 0.
+struct Window {
+  int64_t left;
+  int64_t right;
+};
+
+struct ForwardParams {
+  Shape shape;
+  Window window;
+  DType dtype;          // of q, k, v
+  DType out_dtype;      // dtype, or kFloat32 for partial results fit to be merged
+  float softmax_scale;  // any sign
+
+  View q;    // (B, Sq, Hq, D)
+  View k;    // (B, Sk, Hk, D)
+  View v;    // (B, Sk, Hk, Dv)
+  View out;  // (B, Sq, Hq, Dv)
+
+  float* lse;          // (B, Hq, Sq) contiguous, natural log; -inf where a row sees no key
+  const float* sinks;  // (Hq,) or null: exp(sink) joins the softmax denominator
+};
+
+struct BackwardParams {
+  Shape shape;
+  Window window;
+  DType dtype;  // of every 16-bit tensor below
+  float softmax_scale;
+  bool deterministic;  // bit-equal dq from run to run
+
+  View q;     // (B, Sq, Hq, D)
+  View k;     // (B, Sk, Hk, D)
+  View v;     // (B, Sk, Hk, Dv)
+  View out;   // (B, Sq, Hq, Dv)
+  View dout;  // (B, Sq, Hq, Dv)
+
+  const float* lse;   // (B, Hq, Sq) contiguous, of the forward pass
+  const float* dlse;  // (B, Hq, Sq) contiguous or null: gradient that arrived at lse
+
+  float* delta;     // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
+  float* dq_accum;  // (B, Hq, Sq, D) workspace, zeroed by the kernels; null when dq is absent
+
+  View dq;  // (B, Sq, Hq, D), data may be null
+  View dk;  // (B, Sk, Hk, D), data may be null
+  View dv;  // (B, Sk, Hk, Dv), data may be null
+};
+
+}  // namespace flash_ext

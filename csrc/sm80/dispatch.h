@@ -1,0 +1,12 @@
+// The generic family's table of kernels.
+#pragma once
+
+#include <vector>
+
+#include "common/instance.h"
+
+namespace flash_ext::sm80 {
+
+const std::vector<Instance>& instances();
+
+}  // namespace flash_ext::sm80

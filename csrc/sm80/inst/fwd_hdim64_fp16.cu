@@ -1,0 +1,7 @@
+#include "sm80/launch.cuh"
+
+namespace flash_ext::sm80 {
+
+template Instance forward_instance<__half, 64>();
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,9 @@
+"""Exact attention for PyTorch without the table of scores in memory."""
+
+from flash_ext import testing
+from flash_ext.build import __version__, build_info
+from flash_ext.dispatch import Plan
+from flash_ext.interface import attention, explain
+from flash_ext.merge import merge
+
+__all__ = ["Plan", "__version__", "attention", "build_info", "explain", "merge", "testing"]

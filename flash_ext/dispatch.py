@@ -1,0 +1,278 @@
+"""Which kernel serves a problem, and why no other: a pure function from facts to a Plan.
+
+A build reports its kernels as a table in order of preference. For each pass the first row that can
+serve the problem on the given hardware is taken; the reasons against the rows before it are kept.
+The same reasons explain a problem that no row serves. Nothing here touches a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flash_ext.problem import Capability, Problem, name_of
+
+FAMILIES = ("sm80", "sm90")
+PASSES = ("forward", "backward")
+REFERENCE = "reference"
+
+# Opt-in shared memory of a block in KiB, for cards that are explained without being there.
+SMEM_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+LEAST_SMEM_KIB = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One row of the table of compiled kernels."""
+
+    index: int  # what the binding calls it
+    family: str
+    pass_: str  # "forward" or "backward"
+    dtype: str
+    head_dim: int  # serves max(D, Dv) up to this
+    features: str  # "lean", or "full": also softcap, ALiBi, bias and dropout
+    block_m: int  # query rows of a tile
+    block_n: int  # key rows of a tile
+    threads: int
+    stages: int
+    smem_bytes: int
+    deterministic: bool  # backward: gradients can be bit-equal from run to run
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Kernel:
+        facts = {"deterministic": True, **row}
+        return cls(pass_=facts.pop("pass"), **facts)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family} {self.features} kernel for head dims up to {self.head_dim}, "
+            f"tile {self.block_m} x {self.block_n}, {self.stages} stages, {self.threads} threads, "
+            f"{self.smem_bytes / 1024:.0f} KiB of shared memory"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What `flash_ext.testing.forced` asks for; None leaves the choice free."""
+
+    family: str | None = None
+    smem_limit: int | None = None  # bytes
+
+
+in_force: Forced | None = None  # for every thread: backward passes run in threads of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs one pass.
+
+    Attributes:
+        family: "sm80", "sm90", "reference" (the CPU path), or None when nothing serves.
+        kernel: the row of the table; None on CPU or when nothing serves.
+        reason: why this one.
+        refused: why not each one that would have been preferred.
+    """
+
+    family: str | None
+    kernel: Kernel | None
+    reason: str
+    refused: tuple[str, ...] = ()
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """Query and key rows of a tile."""
+        return (self.kernel.block_m, self.kernel.block_n) if self.kernel else None
+
+    def __str__(self) -> str:
+        lines = [f"{self.family or 'none'}: {self.reason}", *self.refused]
+        return "\n    not ".join(lines) if self.family else "\n    ".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choice for both passes of one problem; `str(plan)` is meant to be read."""
+
+    problem: Problem
+    target: str  # "CPU" or "compute capability 9.0"
+    forward: Choice
+    backward: Choice
+
+    @property
+    def family(self) -> str | None:
+        """Family of the forward pass."""
+        return self.forward.family
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """(query rows, key rows) of a forward tile."""
+        return self.forward.tile
+
+    def kernel(self, pass_: str) -> Kernel:
+        """The kernel of a pass.
+
+        Raises:
+            NotImplementedError: no compiled kernel serves it; with the reasons.
+        """
+        choice: Choice = getattr(self, pass_)
+        if choice.kernel is None:
+            reasons = "".join(f"\n  {reason}" for reason in choice.refused)
+            raise NotImplementedError(
+                f"the {pass_} pass is not served on {self.target}: {choice.reason}{reasons}\n"
+                f"asked for: {self.problem}"
+            )
+        return choice.kernel
+
+    def __str__(self) -> str:
+        return (
+            f"{self.problem}\non {self.target}\n"
+            f"  forward {self.forward}\n  backward {self.backward}"
+        )
+
+
+def runs_on(family: str, archs: Iterable[str], capability: Capability) -> str | None:
+    """None if a family's code in this build runs on the hardware, else the reason.
+
+    Args:
+        archs: compiled architectures, such as "80", "90a" or "80+PTX".
+    """
+    shown = "{}.{}".format(*capability)
+    if family == "sm90":
+        if capability != (9, 0):
+            return f"needs compute capability 9.0, not {shown}"
+        if any(arch.startswith("90a") for arch in archs):
+            return None
+    elif capability < (8, 0):
+        return f"needs compute capability 8.0 or later, not {shown}"
+    elif any(_covers(arch, capability) for arch in archs):
+        return None
+    return (
+        f"this build has code for {', '.join(archs) or 'no architecture'}, none for compute "
+        f"capability {shown}: rebuild with FLASH_EXT_CUDA_ARCHS="
+        f"{'90a' if family == 'sm90' else '{}{}'.format(*capability)} pip install ."
+    )
+
+
+def _covers(arch: str, capability: Capability) -> bool:
+    """Native code runs within its major version, PTX on everything later."""
+    parsed = re.fullmatch(r"(\d+)(\d)([af]?)(\+PTX)?", arch)
+    if parsed is None:
+        raise ValueError(f"compiled architecture {arch!r} is not of the form 80, 90a or 80+PTX")
+    compiled = (int(parsed[1]), int(parsed[2]))
+    if parsed[3] == "a":
+        return capability == compiled
+    if parsed[4]:
+        return capability >= compiled
+    return capability[0] == compiled[0] and capability >= compiled
+
+
+def smem_of(capability: Capability) -> int:
+    """Bytes of shared memory that a block may ask for on a card that is not there to be asked."""
+    return SMEM_KIB.get(capability, LEAST_SMEM_KIB) * 1024
+
+
+def plan_cpu(problem: Problem, forced: Forced | None = None) -> Plan:
+    """The plan of CPU tensors: the reference, for every problem.
+
+    Raises:
+        NotImplementedError: a CUDA kernel is forced.
+    """
+    if forced is not None:
+        raise NotImplementedError(
+            f"flash_ext.testing.forced is in force (family {forced.family}, smem_limit "
+            f"{forced.smem_limit}), but the tensors are on the CPU, where only the reference runs"
+        )
+    choice = Choice(REFERENCE, None, "tiled algorithm in PyTorch operations, for CPU tensors")
+    return Plan(problem, "CPU", choice, choice)
+
+
+def plan(
+    problem: Problem,
+    kernels: Sequence[Kernel],
+    archs: Sequence[str],
+    capability: Capability,
+    smem_limit: int,
+    forced: Forced | None = None,
+    missing: str = "",
+) -> Plan:
+    """Choose a kernel for each pass.
+
+    Args:
+        kernels: the table of the build, in order of preference.
+        archs: compiled architectures, see `runs_on`.
+        capability: of the device.
+        smem_limit: bytes of shared memory a block may ask for on the device.
+        forced: a family or a smaller limit to obey.
+        missing: why the build has no kernels at all, if it has none.
+
+    Returns:
+        The Plan. A pass that nothing serves has family None and says why; `Plan.kernel` then
+        raises.
+    """
+    forced = forced or Forced()
+    if forced.smem_limit is not None:
+        smem_limit = min(smem_limit, forced.smem_limit)
+    hardware = {
+        row.family: runs_on(row.family, archs, capability)
+        for row in kernels
+        if forced.family in (None, row.family)
+    }
+    choices = [
+        _choose(pass_, problem, kernels, hardware, smem_limit, forced, missing) for pass_ in PASSES
+    ]
+    return Plan(problem, "compute capability {}.{}".format(*capability), *choices)
+
+
+def _choose(
+    pass_: str,
+    problem: Problem,
+    kernels: Sequence[Kernel],
+    hardware: Mapping[str, str | None],
+    smem_limit: int,
+    forced: Forced,
+    missing: str,
+) -> Choice:
+    if not kernels:
+        return Choice(None, None, missing or "this build has no CUDA kernels")
+    if forced.family is not None and forced.family not in hardware:
+        return Choice(None, None, f"forced to family {forced.family}, which this build lacks")
+    dtype = name_of(problem.dtype)
+    rows = [row for row in kernels if (row.pass_, row.dtype) == (pass_, dtype)]
+    refused: list[str] = []
+    for row in rows:
+        if forced.family not in (None, row.family):
+            reason: str | None = f"forced to family {forced.family}"
+        else:
+            reason = hardware[row.family] or _unfit(row, problem, smem_limit)
+        if reason is None:
+            why = "forced" if forced.family else "first in order of preference that serves it"
+            return Choice(row.family, row, f"{row}; {why}", tuple(dict.fromkeys(refused)))
+        refused.append(f"{row.family}, head dims up to {row.head_dim}, {row.features}: {reason}")
+    if not rows:
+        reason = f"no kernel for {dtype} is compiled"
+    elif max(problem.D, problem.Dv) > max(row.head_dim for row in rows):
+        dims = sorted({row.head_dim for row in rows})
+        reason = (
+            f"kernels are compiled for head dims up to {dims} (FLASH_EXT_HEAD_DIMS limits them)"
+        )
+    else:
+        reason = "no compiled kernel can"
+    return Choice(None, None, reason, tuple(dict.fromkeys(refused)))
+
+
+def _unfit(row: Kernel, problem: Problem, smem_limit: int) -> str | None:
+    """Why a kernel that the hardware runs cannot serve the problem; None if it can."""
+    head_dim = max(problem.D, problem.Dv)
+    if head_dim > row.head_dim:
+        return f"the head dim is {head_dim}"
+    if problem.modifiers and row.features != "full":
+        return f"does not serve {', '.join(problem.modifiers)}"
+    if row.pass_ == "backward" and problem.deterministic and not row.deterministic:
+        return "does not serve deterministic=True"
+    if row.smem_bytes > smem_limit:
+        return (
+            f"tile {row.block_m} x {row.block_n} asks for {row.smem_bytes} bytes of shared memory, "
+            f"{smem_limit} are available"
+        )
+    return None

@@ -1,0 +1,237 @@
+"""The public functions: `attention`, and `explain`, which tells what it would do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_ext import dispatch, ops, problem
+from flash_ext.autograd import Attention
+from flash_ext.dispatch import Plan
+from flash_ext.problem import NO_WINDOW, Capability, WindowSize
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: WindowSize = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "bshd",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, out = softmax(scale * q k^T) v, without the table of scores in memory.
+
+    A score passes through, in this order: scale * q.k, softcap * tanh(score / softcap), + ALiBi,
+    + attn_bias, masks, softmax (a sink joins its denominator), dropout, product with v. Query i
+    sits at key position i + Sk - Sq (bottom-right alignment). A row that sees no key has out 0 and
+    lse -inf (its sink, if there are sinks) and adds exactly 0 to every gradient.
+
+    The algorithm is FlashAttention-2 (Dao, arXiv:2307.08691, section 3.1, algorithms 1 and 2): one
+    pass over the keys with a running softmax (Milakov and Gimelshein, arXiv:1805.02867), and a
+    backward pass that computes the scores again from the saved log-sum-exp. Extra memory is linear
+    in the sequence length. CPU tensors run the same algorithm in PyTorch operations.
+
+    Args:
+        q: (B, Sq, Hq, D). On CUDA float16 or bfloat16, on CPU also float32 and float64. Under
+            autocast q, k and v are cast to its dtype. Any strides; a last stride other than 1, rows
+            that do not begin at multiples of 16 bytes and head dims that are not multiples of 8
+            cost a CUDA call one copy.
+        k: (B, Sk, Hk, D), Hq a multiple of Hk: query head h reads key head h // (Hq / Hk).
+        v: (B, Sk, Hk, Dv).
+        causal: query i sees no key behind its own position; the right window limit becomes 0.
+        softmax_scale: factor of q.k, any finite number; None is 1 / sqrt(D).
+        window_size: (left, right): keys seen before and behind the query's position, inclusive;
+            None or -1 is no limit.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        alibi_slopes: float32 (Hq,) or (B, Hq); subtracts slope * |i + Sk - Sq - j| from each score.
+            No gradient. (Press et al., arXiv:2108.12409, section 3.)
+        attn_bias: broadcastable to (B, Hq, Sq, Sk), any strides. Floating: added, -inf masks;
+            has a gradient. Bool: True may attend.
+        sinks: (Hq,), floating: a logit per head that joins the softmax denominator only. Has a
+            gradient. (Xiao et al., arXiv:2309.17453, section 3.)
+        dropout_p: share of probabilities dropped, in [0, 1); the others are scaled up. The mask
+            depends on (seed, batch and head, row, column) only; the seed is one int64 drawn on the
+            device by a PyTorch random operation. 0 draws nothing.
+        deterministic: True gives bit-equal gradients from run to run; None follows
+            `torch.are_deterministic_algorithms_enabled()`.
+        return_lse: also return the log-sum-exp of each row's scores.
+        out_dtype: of out: None is q's; float32 keeps partial results exact enough for `merge`.
+        layout: "bshd", or "bhsd" for tensors with heads before the sequence: (B, H, S, D).
+
+    Returns:
+        out (B, Sq, Hq, Dv), contiguous; with layout "bhsd" the transposed view of that memory. With
+        return_lse, (out, lse): lse is (B, Hq, Sq), natural logarithm, float32 (float64 for float64
+        inputs), and differentiable. Gradients are contiguous in their input's layout and have its
+        dtype; there are no second derivatives.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, device or value. The
+            message names the argument, what came and what was expected.
+        NotImplementedError: no kernel of this build serves the call on this GPU, forward or, when
+            an input requires a gradient, backward; with the reasons that `explain` gives.
+    """
+    _check_tensors(q, k, v)
+    autocast = _autocast(q)
+    if autocast is not None:
+        q, k, v = (x.to(problem.cast_dtype(x.dtype, autocast)) for x in (q, k, v))
+    settings = _settings(q, causal, softmax_scale, window_size, softcap, dropout_p)
+    bhsd = _is_bhsd(layout)
+    if return_lse is not False:
+        problem.check_flag("return_lse", return_lse)
+    if deterministic is not None:
+        problem.check_flag("deterministic", deterministic)
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    if torch.is_grad_enabled() and _requires_grad(q, k, v, attn_bias, alibi_slopes, sinks):
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        if torch.compiler.is_compiling():  # a Function is traced with distinct tensors only
+            k = k.view_as(k) if k is q else k
+            v = v.view_as(v) if v is q or v is k else v
+        run = Attention.apply
+    else:
+        deterministic = None
+        run = ops.forward
+    out, lse = run(
+        q, k, v, attn_bias, alibi_slopes, sinks, seed, *settings, out_dtype, deterministic, bhsd
+    )
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: WindowSize = NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "bshd",
+    capability: Capability | None = None,
+) -> Plan:
+    """What `attention` would do with the same arguments, and why. Runs nothing, reads no data.
+
+    Args:
+        q, k, v and the modifiers: as for `attention`. Real, fake and meta tensors.
+        capability: explain for CUDA hardware of this compute capability, such as (9, 0), wherever
+            the tensors are. None: CPU tensors explain the reference path, CUDA tensors their own
+            GPU, and meta tensors the current GPU.
+
+    Returns:
+        A `Plan` with the choice for the forward and the backward pass: kernel family, tile, why it
+        was chosen, why each one before it in the build's order of preference was not. A pass that
+        no kernel serves has family None and the reasons. `print(plan)` shows all of it. On hardware
+        that is not present, the shared memory of a block is taken from NVIDIA's tables.
+
+    Raises:
+        TypeError, ValueError: as `attention` does; also where a capability is needed, because the
+            tensors are not on the CPU and there is no GPU.
+    """
+    _check_tensors(q, k, v)
+    _, left, right, softcap, dropout_p = _settings(
+        q, causal, softmax_scale, window_size, softcap, dropout_p
+    )
+    problem.check_flag("return_lse", return_lse)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    problem.check_flag("deterministic", deterministic)
+    bhsd = _is_bhsd(layout)
+    on_cpu = q.is_cpu and capability is None
+    asked = problem.of_tensors(
+        *(q, k, v, attn_bias, alibi_slopes, sinks, left, right, softcap, dropout_p),
+        *(out_dtype, deterministic, bhsd),
+        device_type="cpu" if on_cpu else "cuda",
+        autocast=_autocast(q),
+    )
+    if on_cpu:
+        return dispatch.plan_cpu(asked, dispatch.in_force)
+    return ops.plan_for(*_hardware(q.device, capability), asked)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            problem.check_is_tensor(name, value)
+
+
+def _autocast(q: Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for where q is, None outside autocast."""
+    device_type = "cpu" if q.is_cpu else "cuda"
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def _settings(
+    q: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: WindowSize,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[float, int, int, float, float]:
+    """Scale, window, softcap and dropout as the operators take them."""
+    if softcap != 0.0:
+        problem.check_softcap(softcap)
+    if dropout_p != 0.0:
+        problem.check_dropout(dropout_p)
+    scale = problem.scale_of(q, softmax_scale)
+    left, right = problem.window_limits(causal, window_size)
+    return scale, left, right, softcap, dropout_p
+
+
+def _is_bhsd(layout: str) -> bool:
+    if layout == "bshd":
+        return False
+    problem.check_layout(layout)
+    return True
+
+
+def _requires_grad(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> bool:
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes requires a gradient, which it has none: expected a constant")
+    return (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (attn_bias is not None and attn_bias.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    )
+
+
+def _hardware(device: torch.device, capability: Capability | None) -> tuple[Capability, int]:
+    """Capability and shared memory limit of what is explained."""
+    if capability is None:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"capability is None, expected one such as (9, 0): q is on {device} and there is "
+                "no GPU to ask"
+            )
+        return ops.limits(torch.device("cuda", torch.cuda.current_device()))
+    return capability, dispatch.smem_of(capability)

@@ -1,0 +1,233 @@
+"""Gates over the built kernels: what ptxas said of each one and what its machine code holds.
+
+    python -m flash_ext.testing.gates             # a table of every kernel on every architecture
+    python -m flash_ext.testing.gates --sass DIR  # and the machine code, one file an object
+
+The objects are those of the last build in the source tree, as `build/compile_commands.json` lists
+them; ptxas's report lies beside each. Machine code is read with cuobjdump: from PATH, a CUDA
+toolkit or the wheel `nvidia-cuda-cuobjdump`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+KIB = 1024
+REGISTER_FILE = 65536  # registers of a multiprocessor, the most a block can have
+REGISTERS = 255  # the most a thread can have
+
+# Opcodes that the main loop of a family cannot do without.
+REQUIRED = {"sm80": ("HMMA", "LDSM", "LDGSTS"), "sm90": ("HGMMA", "UTMALDG")}
+# Matrix products of a pass. Forward: S and O. Backward: S, dP, dV, dK and dQ.
+PRODUCTS = {"forward": 2, "backward": 5}
+HMMA_MULTIPLY_ADDS = 16 * 8 * 16  # of one instruction of a warp
+# Local memory, and double precision that slipped in by a literal.
+FORBIDDEN = ("LDL", "STL", "DADD", "DMUL", "DFMA", "DSETP")
+MANGLED = {"float16": "6__half", "bfloat16": "13__nv_bfloat16"}
+
+Row = Mapping[str, Any]  # of the table of kernels, `_C.kernels()`
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas reported of one kernel on one architecture, with the functions it calls."""
+
+    kernel: str  # mangled
+    arch: str  # such as "sm_90a"
+    registers: int
+    stack: int  # bytes of local memory a thread: arrays that registers cannot hold, and spills
+    spills: int  # bytes stored and loaded
+    static_smem: int  # bytes
+
+
+@dataclass(frozen=True)
+class Code:
+    """The machine code of one kernel on one architecture."""
+
+    kernel: str
+    arch: str
+    opcodes: Counter[str]  # without their modifiers
+
+
+def built_objects(root: Path) -> list[Path]:
+    """Objects of CUDA sources of the last build, each with its `.ptxas.txt`; [] without a build."""
+    commands = root / "build" / "compile_commands.json"
+    if not commands.exists():
+        return []
+    entries = json.loads(commands.read_text(encoding="utf-8"))
+    return sorted(root / entry["output"] for entry in entries if entry["file"].endswith(".cu"))
+
+
+def ptxas_report(built: Path) -> str:
+    return built.with_suffix(".ptxas.txt").read_text(encoding="utf-8")
+
+
+def usages(report: str) -> Iterator[Usage]:
+    """Every kernel that a report of `ptxas -v` speaks of."""
+    for text in report.split("Compiling entry function ")[1:]:
+        named = re.match(r"'(\S+)' for '(\S+)'", text)
+        registers = re.search(r"Used (\d+) registers", text)
+        frames = re.findall(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
+        )
+        if named is None or registers is None or not frames:
+            raise ValueError(f"not a report of ptxas -v:\n{text}")
+        smem = re.search(r"Used [^\n]*?(\d+) bytes smem", text)
+        yield Usage(
+            kernel=named[1],
+            arch=named[2],
+            registers=int(registers[1]),
+            stack=sum(int(stack) for stack, _, _ in frames),
+            spills=sum(int(stores) + int(loads) for _, stores, loads in frames),
+            static_smem=int(smem[1]) if smem else 0,
+        )
+
+
+def warnings(report: str) -> list[str]:
+    """Lines that no kernel may have: warnings, and wgmma that ptxas had to serialise (C75xx)."""
+    return [line for line in report.splitlines() if re.search(r"\bwarning\b|\(C75\d\d\)", line)]
+
+
+def find_cuobjdump() -> str | None:
+    """Path of cuobjdump, or None."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [os.environ.get("PATH", ""), *(str(Path(home, "bin")) for home in homes if home)]
+    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    if found:
+        return found
+    try:
+        files = metadata.files("nvidia-cuda-cuobjdump") or []
+    except metadata.PackageNotFoundError:
+        return None
+    return next((str(path.locate()) for path in files if path.stem == "cuobjdump"), None)
+
+
+def disassemble(cuobjdump: str, built: Path) -> str:
+    """Machine code of an object, all kernels and architectures, as text."""
+    command = [cuobjdump, "-sass", str(built)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def codes(sass: str) -> Iterator[Code]:
+    """Every kernel of a disassembly. A function that a kernel calls is part of it."""
+    arch = ""
+    for text in re.split(r"^(?=\s*(?:arch = |Function : ))", sass, flags=re.MULTILINE):
+        named = re.match(r"\s*(arch =|Function :) (\S+)", text)
+        if named is None:
+            continue
+        if named[1] == "arch =":
+            arch = named[2]
+            continue
+        line = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)"
+        yield Code(named[2], arch, Counter(re.findall(line, text)))
+
+
+def smem_limit(arch: str) -> int:
+    """Bytes of shared memory a block can ask for on an architecture such as "sm_90a"."""
+    number = re.search(r"\d+", arch)
+    if number is None:
+        raise ValueError(f"arch: got {arch!r}, expected a name such as 'sm_90a'")
+    capability = int(number[0])
+    if capability in (80, 87):
+        return 163 * KIB
+    if capability in (86, 89) or capability >= 120:
+        return 99 * KIB
+    return 227 * KIB
+
+
+def implements(row: Row, kernel: str) -> bool:
+    """Whether a mangled kernel is the main kernel of a row: its pass, element and tile are named."""
+    tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
+    return re.search(rf"{row['pass']}\w*{MANGLED[row['dtype']]}{tile}", kernel) is not None
+
+
+def usage_faults(usage: Usage) -> Iterator[str]:
+    """What of its resources makes a kernel unfit."""
+    where = f"{usage.kernel} on {usage.arch}"
+    if usage.spills:
+        yield f"{where}: {usage.spills} bytes of registers spill"
+    elif usage.stack:
+        yield f"{where}: an array of {usage.stack} bytes lies in local memory"
+    if usage.registers > REGISTERS:
+        yield f"{where}: {usage.registers} registers a thread"
+
+
+def row_faults(row: Row, usage: Usage) -> Iterator[str]:
+    """Why a row's main kernel could not be launched as the row says."""
+    where = f"{usage.kernel} on {usage.arch}"
+    granted = -(-usage.registers // 8) * 8  # the hardware grants registers by eights
+    if granted * row["threads"] > REGISTER_FILE:
+        yield f"{where}: {granted} registers for each of {row['threads']} threads"
+    smem = row["smem_bytes"] + usage.static_smem
+    if smem > smem_limit(usage.arch):
+        yield f"{where}: {smem} bytes of shared memory, {smem_limit(usage.arch)} are to be had"
+
+
+def code_faults(row: Row, code: Code) -> Iterator[str]:
+    """What a row's main kernel lacks, or has and should not."""
+    where = f"{code.kernel} on {code.arch}"
+    for opcode in REQUIRED[row["family"]]:
+        if not code.opcodes[opcode]:
+            yield f"{where}: no {opcode}"
+    if "HMMA" in REQUIRED[row["family"]]:
+        # One tile, unrolled over a warp's share of it.
+        tile = row["block_m"] * row["block_n"] * row["head_dim"]
+        warps = row["threads"] // 32
+        least = PRODUCTS[row["pass"]] * tile // (HMMA_MULTIPLY_ADDS * warps)
+        if code.opcodes["HMMA"] < least:
+            yield f"{where}: {code.opcodes['HMMA']} HMMA, the products of a tile take {least}"
+    for opcode in FORBIDDEN:
+        if code.opcodes[opcode]:
+            yield f"{where}: {code.opcodes[opcode]} {opcode}"
+
+
+def table(objects: list[Path], cuobjdump: str | None, sass: Path | None) -> Iterator[str]:
+    """Lines that show every kernel; with `sass` the machine code is written there."""
+    yield "registers  spills  stack  smem  arch     HMMA  LDSM  LDGSTS  all     kernel"
+    for built in objects:
+        text = disassemble(cuobjdump, built) if cuobjdump else ""
+        if sass is not None:
+            sass.mkdir(parents=True, exist_ok=True)
+            (sass / f"{built.name.split('.')[0]}.sass").write_text(text, encoding="utf-8")
+        opcodes = {(code.kernel, code.arch): code.opcodes for code in codes(text)}
+        for usage in usages(ptxas_report(built)):
+            count = opcodes.get((usage.kernel, usage.arch), Counter())
+            yield (
+                f"{usage.registers:9}  {usage.spills:6}  {usage.stack:5}  {usage.static_smem:4}  "
+                f"{usage.arch:7}  {count['HMMA']:4}  {count['LDSM']:4}  {count['LDGSTS']:6}  "
+                f"{count.total():6}  {usage.kernel}"
+            )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flash_ext.testing.gates", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--sass", type=Path, help="folder to write the machine code to")
+    options = parser.parse_args(arguments)
+    objects = built_objects(Path.cwd())
+    cuobjdump = find_cuobjdump()
+    if not objects:
+        print(f"{Path.cwd()}: no build/compile_commands.json; build first", file=sys.stderr)
+        return 1
+    if options.sass and cuobjdump is None:
+        print("cuobjdump is not found; install nvidia-cuda-cuobjdump", file=sys.stderr)
+        return 1
+    for line in table(objects, cuobjdump, options.sass):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

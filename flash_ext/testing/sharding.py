@@ -1,0 +1,119 @@
+"""A pytest plugin that runs one shard of the tests and writes down what happened.
+
+    python -m pytest -p flash_ext.testing.sharding --shard 1/2 --summary summary.json
+
+A test belongs to the shard that the hash of its id names: the same on every machine, whatever else
+is selected. The summary is rewritten after every test, so a crash of the process loses nothing;
+a test that was started and never finished stays in it as `running`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+LONGEST_REASON = 200
+
+
+def shard_of(test_id: str, shards: int) -> int:
+    """The shard, from 1 to `shards`, that runs this test."""
+    return int.from_bytes(hashlib.sha256(test_id.encode()).digest()[:8], "big") % shards + 1
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """`"2/3"` as (2, 3)."""
+    try:
+        index, count = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise ValueError(f"shard: expected i/n such as 1/2, got {text!r}") from None
+    if not 1 <= index <= count:
+        raise ValueError(f"shard: expected 1 <= i <= n, got {text!r}")
+    return index, count
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sharding")
+    group.addoption("--shard", default="1/1", help="i/n: run the i-th of n parts of the tests")
+    group.addoption("--summary", default=None, help="JSON file to write the outcome to")
+    group.addoption(
+        "--stop-after", type=float, default=None, help="seconds; later tests stay unrun"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        index, count = parse_shard(config.getoption("--shard"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.pluginmanager.register(
+        Shard(index, count, config.getoption("--summary"), config.getoption("--stop-after")),
+        "flash_ext_shard",
+    )
+
+
+class Shard:
+    """Selects the tests of one shard and keeps their outcome."""
+
+    def __init__(self, index: int, count: int, summary: str | None, stop_after: float | None):
+        self.index, self.count = index, count
+        self.summary = Path(summary) if summary else None
+        self.deadline = None if stop_after is None else time.monotonic() + stop_after
+        self.selected = 0
+        self.outcomes: dict[str, str] = {}  # test id -> passed, failed, skipped or running
+        self.reasons: Counter[str] = Counter()  # why tests were skipped
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        mine = [item for item in items if shard_of(item.nodeid, self.count) == self.index]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+        items[:] = mine
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.selected = len(session.items)
+        self.write()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.outcomes[nodeid] = "running"
+        self.write()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Setup, call and teardown report in turn; the worst of them is the test's outcome."""
+        if report.failed:
+            self.outcomes[report.nodeid] = "failed"
+        elif report.skipped:
+            self.outcomes[report.nodeid] = "skipped"
+            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            self.reasons[str(why).removeprefix("Skipped: ")[:LONGEST_REASON]] += 1
+        elif report.when == "call" and self.outcomes[report.nodeid] == "running":
+            self.outcomes[report.nodeid] = "passed"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logfinish(self) -> None:
+        self.write()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item):  # type: ignore[no-untyped-def]
+        result = yield
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            item.session.shouldstop = "the time of this shard is up"
+        return result
+
+    def write(self) -> None:
+        if self.summary is None:
+            return
+        outcomes = Counter(self.outcomes.values())
+        summary = {
+            "passed": outcomes["passed"],
+            "failed": sorted(test for test, how in self.outcomes.items() if how == "failed"),
+            "skipped": outcomes["skipped"],
+            "skip_reasons": dict(sorted(self.reasons.items())),
+            "running": [test for test, how in self.outcomes.items() if how == "running"],
+            "not_run": self.selected - len(self.outcomes),
+        }
+        self.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,118 @@
+"""What the tests of attention share: a call with gradients, the rule on its results, and skips.
+
+A case that needs a modifier which the CUDA kernels of a build do not serve is skipped there with
+the reasons that `explain` gives. Everything else has to be served: there, a refusal is a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import environ
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext.testing import forced, numeric
+from flash_ext.testing.cases import Case, Inputs, make_inputs, poison_allocator
+
+GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "attn_bias", "dsinks": "sinks"}
+SERVED_HEAD_DIM = 128  # what every CUDA build with all head dims serves
+
+
+@dataclass
+class Outcome:
+    """Results of one call; gradients by name, those of inputs that asked for one."""
+
+    out: Tensor
+    lse: Tensor
+    gradients: dict[str, Tensor]
+
+
+@contextmanager
+def kernel_family(device: torch.device) -> Iterator[None]:
+    """Within it, CUDA calls run on the family that FLASH_EXT_TEST_FAMILY names, if it names one."""
+    family = environ.get("FLASH_EXT_TEST_FAMILY")
+    if family is None or device.type != "cuda":
+        yield
+        return
+    with forced(family=family):
+        yield
+
+
+def is_lean(inputs: Inputs) -> bool:
+    """Whether a call asks for nothing beyond what every CUDA build serves."""
+    modifiers = (inputs.attn_bias, inputs.alibi_slopes, inputs.softcap, inputs.dropout_p)
+    widest = max(inputs.q.shape[-1], inputs.v.shape[-1])
+    return modifiers == (None, None, 0.0, 0.0) and widest <= SERVED_HEAD_DIM
+
+
+def require_served(inputs: Inputs, deterministic: bool = False) -> None:
+    """Skip a call that this CUDA build does not serve, if it may refuse it."""
+    if inputs.q.is_cpu:
+        return
+    plan = flash_ext.explain(
+        inputs.q, inputs.k, inputs.v, deterministic=deterministic, **inputs.public()
+    )
+    refused = [choice for choice in (plan.forward, plan.backward) if choice.family is None]
+    if refused and (deterministic or not is_lean(inputs)):
+        pytest.skip(f"not served: {refused[0].reason}")
+
+
+def attend(inputs: Inputs, **arguments: object) -> tuple[Tensor, Tensor]:
+    """out and lse of the public function."""
+    result = flash_ext.attention(
+        inputs.q, inputs.k, inputs.v, return_lse=True, **{**inputs.public(), **arguments}
+    )
+    assert isinstance(result, tuple)
+    return result
+
+
+def run(inputs: Inputs, **arguments: object) -> Outcome:
+    """Forward and backward of the public function, for the inputs' dout and dlse.
+
+    The seed of a dropout mask is drawn as the public function draws it and kept in the inputs.
+    """
+    inputs.requires_grad_()
+    if inputs.dropout_p > 0:
+        device = inputs.q.device
+        torch.manual_seed(5)
+        inputs.seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+        torch.manual_seed(5)
+    out, lse = attend(inputs, **arguments)
+    results = [(out, inputs.dout), (lse, inputs.dlse)]
+    given = [(result, gradient) for result, gradient in results if gradient is not None]
+    leaves = inputs.leaves()
+    gradients = torch.autograd.grad(
+        [result for result, _ in given], list(leaves.values()), [gradient for _, gradient in given]
+    )
+    names = {source: name for name, source in GRADIENTS.items()}
+    by_name = {names[leaf]: g for leaf, g in zip(leaves, gradients, strict=True)}
+    return Outcome(out.detach(), lse.detach(), by_name)
+
+
+def hold(inputs: Inputs, found: Outcome) -> dict[str, float]:
+    """The rule on every result; the largest ratio of error to allowance of each."""
+    return numeric.check(inputs, found.out, found.lse, **found.gradients)
+
+
+def run_and_hold(case: Case, device: torch.device) -> tuple[Inputs, Outcome]:
+    """Run a case over poisoned memory and hold its results against the rule."""
+    inputs = make_inputs(case, device)
+    require_served(inputs)
+    poison_allocator(device)
+    with kernel_family(device):
+        found = run(inputs)
+    hold(inputs, found)
+    return inputs, found
+
+
+def bit_equal(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, NaN included."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = integers[a.element_size()]
+    same_kind = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return same_kind and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))

@@ -1,0 +1,251 @@
+"""The binding: what it refuses, and that it launches on the right device and stream.
+
+Without a GPU most checks would hide behind "a CUDA tensor was expected". So one fixture loads a
+second copy of the extension beside a forged exchange table that presents CPU tensors as CUDA ones:
+every check runs on every machine, and nothing is launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from binding_kit import (
+    BAD_TENSORS,
+    BF16,
+    Arguments,
+    Forgery,
+    find_kernel,
+    load_copy,
+    make,
+    make_capsule,
+    run,
+    torch_table,
+)
+from torch._subclasses import FakeTensorMode
+
+_C = pytest.importorskip("flash_ext._C", reason="flash_ext is installed without compiled kernels")
+
+# --- what every machine can see -------------------------------------------------------------------
+
+
+def test_kernel_table() -> None:
+    rows = _C.kernels()
+    assert rows
+    for index, row in enumerate(rows):
+        assert row["index"] == index
+        assert row["family"] in ("sm80", "sm90")
+        assert row["pass"] in ("forward", "backward")
+        assert row["dtype"] in ("float16", "bfloat16")
+        assert row["features"] in ("lean", "full")
+        assert isinstance(row["deterministic"], bool)
+        sizes = ("head_dim", "block_m", "block_n", "threads", "stages", "smem_bytes")
+        assert all(row[name] > 0 for name in sizes)
+    assert {row["head_dim"] for row in rows} <= set(_C.build_info()["head_dims"])
+
+
+def test_build_info() -> None:
+    info = _C.build_info()
+    assert set(info) == {"version", "archs", "nvcc", "flags", "head_dims", "digests"}
+    assert all(info["archs"])
+    assert {"binding", "csrc"} < set(info["digests"])
+    assert all(int(digest, 16) for digest in info["digests"].values())
+
+
+def test_imports_without_torch() -> None:
+    script = f"""
+        import importlib.machinery, importlib.util, sys
+        sys.modules["torch"] = None
+        loader = importlib.machinery.ExtensionFileLoader("_C", {_C.__file__!r})
+        spec = importlib.util.spec_from_loader("_C", loader)
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        assert module.kernels() and module.build_info()["version"]
+        try:
+            row = next(r["index"] for r in module.kernels() if r["pass"] == "forward")
+            module.forward(row, *[None] * 6, 1.0, -1, -1, False)
+        except ModuleNotFoundError as error:
+            print("refused:", error)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("refused:")
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_cpu_tensor_is_refused(which: str) -> None:
+    with pytest.raises(ValueError, match=r"^q: a CUDA tensor was expected, got cpu$"):
+        run(which, make(which))
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [(None, "NoneType"), (3, "int"), ([[0.0]], "list"), (torch.zeros(1).numpy(), "ndarray")],
+    ids=["None", "int", "list", "ndarray"],
+)
+def test_other_objects_are_refused(value: object, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"^q: a torch\.Tensor was expected, got .*{got}$"):
+        run("forward", make("forward") | {"q": value})
+
+
+def meta_tensor() -> torch.Tensor:
+    return torch.empty(2, 24, 4, 64, dtype=BF16, device="meta")
+
+
+def fake_tensor() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(2, 24, 4, 64, dtype=BF16, device="cuda")
+
+
+def sparse_tensor() -> torch.Tensor:
+    return torch.zeros(2, 24, 4, 64, dtype=BF16).to_sparse()
+
+
+@pytest.mark.parametrize("make_tensor", [meta_tensor, fake_tensor, sparse_tensor])
+def test_tensor_without_memory_is_refused(make_tensor: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"^q: a .*CUDA.* was expected, got") as raised:
+        run("forward", make("forward") | {"q": make_tensor()})
+    assert "\n" not in str(raised.value)
+
+
+def test_functorch_wrapper_is_refused() -> None:
+    call = make("forward")
+
+    def mapped(q: torch.Tensor) -> torch.Tensor:
+        run("forward", call | {"q": q})
+        return q
+
+    with pytest.raises(ValueError, match=r"^q: a dense tensor with CUDA memory was expected"):
+        torch.func.vmap(mapped)(torch.zeros(3, 2, 24, 4, 64, dtype=BF16))
+
+
+# --- CPU tensors that pretend ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["borrow", "export"])
+def forged(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ModuleType, Forgery]:
+    module = load_copy(tmp_path_factory.mktemp("binding"))
+    forgery = Forgery(borrow=request.param == "borrow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", forgery.capsule)
+        run("forward", make("forward", Sq=0), module)  # the module looks the table up once
+    return module, forgery
+
+
+@pytest.mark.parametrize(("which", "name", "change", "error", "says"), BAD_TENSORS)
+def test_bad_tensor_is_named(
+    forged: tuple[ModuleType, Forgery],
+    which: str,
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    error: type[Exception],
+    says: str,
+) -> None:
+    call = make(which)
+    with pytest.raises(error, match=rf"^{name}: .*{says}"):
+        run(which, call | {name: change(call[name])}, forged[0])
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "says"),
+    [
+        ("forward", {"kernel": -1}, "^kernel: the index of a forward row.* got -1$"),
+        ("forward", {"kernel": 10**6}, "^kernel: the index of a forward row"),
+        ("forward", {"window": (-2, -1)}, "^window_left: -1 or more was expected, got -2$"),
+        ("backward", {"window": (0, -7)}, "^window_right: -1 or more was expected, got -7$"),
+        ("forward", {"sinks": torch.zeros(3)}, r"^sinks: shape \(4,\) was expected, got \(3,\)$"),
+        ("forward", {"sinks": torch.zeros(8)[::2]}, "^sinks: a contiguous tensor was expected"),
+        ("forward", {"sinks": torch.tensor(0.0)}, r"^sinks: .*rank 1 to 4 was expected, got \(\)$"),
+        ("backward", {"dlse": torch.zeros(2, 24, 4)}, r"^dlse: shape \(2, 4, 24\) was expected"),
+        ("backward", {"dq": None}, "^dq_accum: .*exactly when dq is asked for.* got a tensor$"),
+        ("backward", {"dq_accum": None}, "^dq_accum: .*exactly when dq is asked for.* got None$"),
+        ("forward", {"bhsd": True}, r"^k: shape \(2, 40, 2, 64\) was expected|^q: a number"),
+    ],
+)
+def test_bad_argument_is_named(
+    forged: tuple[ModuleType, Forgery], which: str, changes: Arguments, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        run(which, make(which) | changes, forged[0])
+
+
+@pytest.mark.parametrize(("which", "other"), [("forward", "backward"), ("backward", "forward")])
+def test_row_of_the_other_pass(forged: tuple[ModuleType, Forgery], which: str, other: str) -> None:
+    with pytest.raises(ValueError, match=rf"^kernel: the index of a {which} row"):
+        run(which, make(which) | {"kernel": find_kernel(other)}, forged[0])
+
+
+@pytest.mark.parametrize("D", [12, 4, 512])
+def test_head_dim_beyond_the_kernel(forged: tuple[ModuleType, Forgery], D: int) -> None:
+    with pytest.raises(ValueError, match=rf"^[qk]: a head dim that is a multiple of 8.* got {D}$"):
+        run("forward", make("forward", D=D), forged[0])
+
+
+def test_deterministic_needs_its_row(forged: tuple[ModuleType, Forgery]) -> None:
+    call = make("backward")
+    if _C.kernels()[call["kernel"]]["deterministic"]:
+        pytest.skip("this row is deterministic")
+    with pytest.raises(ValueError, match=r"^kernel: a deterministic row was expected"):
+        run("backward", call | {"deterministic": True}, forged[0])
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["k", "v", "out", "lse"])
+def test_mixed_devices(forged: tuple[ModuleType, Forgery], which: str, name: str) -> None:
+    module, forgery = forged
+    call = make(which)
+    forgery.second.append(call[name])
+    try:
+        with pytest.raises(ValueError, match=rf"^{name}: device cuda:0 of q was.* got cuda:1$"):
+            run(which, call, module)
+    finally:
+        forgery.second.clear()
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"Sq": 0}, {"Hq": 0, "Hk": 0}], ids=str)
+def test_nothing_to_do(forged: tuple[ModuleType, Forgery], sizes: dict[str, int]) -> None:
+    run("forward", make("forward", "cpu", **sizes), forged[0])
+
+
+def test_exported_memory_is_given_back(forged: tuple[ModuleType, Forgery]) -> None:
+    owner = torch.zeros(2, 4, 24).numpy()
+    held = sys.getrefcount(owner)
+    with pytest.raises(ValueError, match=r"^sinks: shape \(4,\) was expected"):
+        run("forward", make("forward") | {"sinks": torch.from_numpy(owner)}, forged[0])
+    assert sys.getrefcount(owner) == held
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_missing_driver_is_named(forged: tuple[ModuleType, Forgery]) -> None:
+    with pytest.raises(RuntimeError, match=r"needs an NVIDIA driver for CUDA \d+ .*or newer"):
+        run("forward", make("forward"), forged[0])
+
+
+def test_torch_without_the_exchange_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load_copy(tmp_path)
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    with pytest.raises(ImportError, match=r"torch >= 2\.10.* is needed, got torch "):
+        run("forward", make("forward"), module)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"^q: a CUDA tensor was expected"):
+        run("forward", make("forward"), module)
+
+
+def test_older_table_behind_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load_copy(tmp_path)
+    newer = (ctypes.c_uint64 * 2)(2, torch_table())  # version 2.0, then the previous table
+    capsule = make_capsule(newer)
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", capsule)
+    with pytest.raises(ValueError, match=r"^q: a CUDA tensor was expected, got cpu$"):
+        run("forward", make("forward"), module)

@@ -1,0 +1,261 @@
+"""Gates over every built kernel: registers, local memory, shared memory, machine code.
+
+They read the objects of the last build and need no GPU. Without a build they are skipped, unless
+FLASH_EXT_REQUIRE_GATES=1 says that there has to be one. The readers and every gate are tested on
+texts that must break them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from flash_ext.build import extension
+from flash_ext.testing import gates
+from flash_ext.testing.digest import digests
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def absent(what: str) -> NoReturn:
+    """Skip, or fail where the gates are required."""
+    if os.environ.get("FLASH_EXT_REQUIRE_GATES") == "1":
+        pytest.fail(f"FLASH_EXT_REQUIRE_GATES=1: {what}", pytrace=False)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def objects() -> list[Path]:
+    built = gates.built_objects(ROOT)
+    if not built:
+        absent("no kernels were built in this tree")
+    return built
+
+
+@pytest.fixture(scope="module")
+def usages(objects: list[Path]) -> list[gates.Usage]:
+    return [usage for built in objects for usage in gates.usages(gates.ptxas_report(built))]
+
+
+@pytest.fixture(scope="module")
+def codes(objects: list[Path]) -> list[gates.Code]:
+    cuobjdump = gates.find_cuobjdump()
+    if cuobjdump is None:
+        absent("cuobjdump is not found; the extra [test] brings it")
+    return [code for built in objects for code in gates.codes(gates.disassemble(cuobjdump, built))]
+
+
+@pytest.fixture(scope="module")
+def rows(objects: list[Path]) -> list[gates.Row]:
+    """The table of kernels, of a binary that was built from these objects."""
+    module = extension()
+    if module is None:
+        absent("flash_ext._C is not to be loaded")
+    info = module.build_info()
+    if info["digests"] != digests(ROOT / "csrc"):
+        absent("flash_ext._C was built from other sources than these")
+    if {built.relative_to(ROOT).parts[2] for built in objects} != {"_".join(info["archs"])}:
+        absent("flash_ext._C was built for other architectures than the last build in this tree")
+    return list(module.kernels())
+
+
+def native(rows_archs: list[str], family: str) -> set[str]:
+    """Architectures a family has machine code for."""
+    archs = {f"sm_{arch}" for arch in rows_archs if not arch.endswith("+PTX")}
+    return archs & {"sm_90a"} if family == "sm90" else archs
+
+
+def test_every_object_has_its_report(objects: list[Path]) -> None:
+    for built in objects:
+        assert built.exists()
+        assert "ptxas info" in gates.ptxas_report(built)
+
+
+def test_no_spill_and_no_local_memory(usages: list[gates.Usage]) -> None:
+    assert usages
+    faults = [fault for usage in usages for fault in gates.usage_faults(usage)]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_warning(objects: list[Path]) -> None:
+    found = [line for built in objects for line in gates.warnings(gates.ptxas_report(built))]
+    assert not found, "\n".join(found)
+
+
+def test_every_row_has_its_kernel(rows: list[gates.Row], usages: list[gates.Usage]) -> None:
+    """On every architecture with machine code, once per (pass, dtype, head dim, tile)."""
+    module = extension()
+    assert module is not None
+    for row in rows:
+        found = {usage.arch for usage in usages if gates.implements(row, usage.kernel)}
+        assert found == native(module.build_info()["archs"], row["family"]), dict(row)
+
+
+def test_rows_can_be_launched(rows: list[gates.Row], usages: list[gates.Usage]) -> None:
+    """Registers for all threads, and shared memory within the limit of each architecture."""
+    faults = [
+        fault
+        for row in rows
+        for usage in usages
+        if gates.implements(row, usage.kernel)
+        for fault in gates.row_faults(row, usage)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_machine_code(rows: list[gates.Row], codes: list[gates.Code]) -> None:
+    """Tensor cores, ldmatrix and asynchronous copies where they belong; no double precision."""
+    checked = [(row, code) for row in rows for code in codes if gates.implements(row, code.kernel)]
+    assert {row["index"] for row, _ in checked} == {row["index"] for row in rows}
+    faults = [fault for row, code in checked for fault in gates.code_faults(row, code)]
+    assert not faults, "\n".join(faults)
+
+
+# The gates themselves
+
+KERNEL = "_ZN9flash_ext4sm8013flash_forwardINS0_13ForwardConfigI6__halfLi64ELi128ELi64ELi4ELi2EEEEEv"
+ROW = {
+    "index": 0,
+    "family": "sm80",
+    "pass": "forward",
+    "dtype": "float16",
+    "head_dim": 64,
+    "block_m": 128,
+    "block_n": 64,
+    "threads": 128,
+    "smem_bytes": 48 * 1024,
+}
+REPORT = f"""\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '{KERNEL}' for 'sm_80'
+ptxas info    : Function properties for {KERNEL}
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 512 bytes smem, 368 bytes cmem[0]
+ptxas info    : Compiling entry function 'spiller' for 'sm_90a'
+ptxas info    : Function properties for spiller
+    416 bytes stack frame, 764 bytes spill stores, 760 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers, 416 bytes cumulative stack size
+ptxas info    : Compiling entry function 'caller' for 'sm_90a'
+ptxas info    : Function properties for caller
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Function properties for called
+    256 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers
+"""
+SASS = f"""
+Fatbin elf code:
+================
+arch = sm_80
+\tcode for sm_80
+\t\tFunction : {KERNEL}
+\t.headerflags\t@"EF_CUDA_SM80 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM80)"
+        /*0000*/                   MOV R1, c[0x0][0x28] ;     /* 0x00000a0000017a02 */
+                                                              /* 0x000fe40000000f00 */
+        /*00a0*/              @!P0 LDGSTS.E.BYPASS.128 [R11], [R2.64] ; /* 0x0000 */
+        /*00f0*/                   LDSM.16.M88.4 R4, [R11] ;  /* 0x000000000b04783b */
+        /*0100*/                   HMMA.16816.F32 R4, R4, R12, RZ ;
+        /*10110*/              @P1 HMMA.16816.F32 R4, R4, R12, RZ ;
+arch = sm_90a
+\t\tFunction : other
+        /*0000*/                   STL [R1], R2 ;
+"""
+
+
+def good_code() -> gates.Code:
+    # 128 x 64 scores of 64 channels, twice, over 4 warps.
+    opcodes = {"HMMA": 2 * 128 * 64 * 64 // (16 * 8 * 16 * 4), "LDSM": 1, "LDGSTS": 1}
+    return gates.Code(KERNEL, "sm_80", Counter(opcodes))
+
+
+def test_report_is_read() -> None:
+    first, spiller, caller = gates.usages(REPORT)
+    assert first == gates.Usage(KERNEL, "sm_80", 168, 0, 0, 512)
+    assert spiller == gates.Usage("spiller", "sm_90a", 32, 416, 1524, 0)
+    assert caller.stack == 256, "the local memory of a called function counts"
+
+
+def test_unreadable_report_is_an_error() -> None:
+    with pytest.raises(ValueError, match="ptxas"):
+        list(gates.usages("Compiling entry function 'f' for 'sm_80'\nsomething else"))
+
+
+def test_spills_and_local_memory_are_faults() -> None:
+    first, spiller, caller = gates.usages(REPORT)
+    assert list(gates.usage_faults(first)) == []
+    assert "1524 bytes of registers spill" in "".join(gates.usage_faults(spiller))
+    assert "256 bytes lies in local memory" in "".join(gates.usage_faults(caller))
+
+
+def test_warnings_are_found() -> None:
+    assert gates.warnings(REPORT) == []
+    serialised = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async serialized"
+    assert gates.warnings(f"{REPORT}{serialised}\n") == [serialised]
+    assert gates.warnings("ptxas warning : something\n")
+
+
+def test_disassembly_is_read() -> None:
+    first, other = gates.codes(SASS)
+    assert (first.kernel, first.arch) == (KERNEL, "sm_80")
+    assert first.opcodes == {"MOV": 1, "LDGSTS": 1, "LDSM": 1, "HMMA": 2}
+    assert (other.kernel, other.arch, other.opcodes["STL"]) == ("other", "sm_90a", 1)
+
+
+def test_rows_name_their_kernel() -> None:
+    assert gates.implements(ROW, KERNEL)
+    for change in ({"pass": "backward"}, {"dtype": "bfloat16"}, {"head_dim": 128}, {"block_n": 32}):
+        assert not gates.implements({**ROW, **change}, KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "registers", "fault"),
+    [
+        ({}, 168, None),
+        ({"threads": 512}, 128, None),
+        ({"threads": 512}, 129, "136 registers for each of 512 threads"),
+        ({"smem_bytes": 163 * 1024 - 512}, 168, None),
+        ({"smem_bytes": 163 * 1024}, 168, "bytes of shared memory"),
+    ],
+)
+def test_limits_of_a_launch(changes: dict[str, int], registers: int, fault: str | None) -> None:
+    usage = gates.Usage(KERNEL, "sm_80", registers, 0, 0, 512)
+    found = "".join(gates.row_faults({**ROW, **changes}, usage))
+    assert (fault in found) if fault else not found
+
+
+@pytest.mark.parametrize("missing", ["HMMA", "LDSM", "LDGSTS"])
+def test_missing_instruction_is_a_fault(missing: str) -> None:
+    code = good_code()
+    assert list(gates.code_faults(ROW, code)) == []
+    code.opcodes[missing] -= 1
+    assert missing in "".join(gates.code_faults(ROW, code))
+
+
+@pytest.mark.parametrize("opcode", ["LDL", "STL", "DADD", "DFMA"])
+def test_unwanted_instruction_is_a_fault(opcode: str) -> None:
+    code = good_code()
+    code.opcodes[opcode] += 1
+    assert opcode in "".join(gates.code_faults(ROW, code))
+
+
+@pytest.mark.parametrize(
+    ("arch", "kib"),
+    [("sm_80", 163), ("sm_86", 99), ("sm_87", 163), ("sm_89", 99), ("sm_90", 227), ("sm_90a", 227),
+     ("sm_100", 227), ("sm_120", 99), ("sm_121a", 99)],
+)  # fmt: skip
+def test_shared_memory_limits(arch: str, kib: int) -> None:
+    assert gates.smem_limit(arch) == kib * 1024
+
+
+def test_missing_build_fails_where_gates_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_EXT_REQUIRE_GATES", "1")
+    with pytest.raises(pytest.fail.Exception, match="REQUIRE_GATES"):
+        absent("nothing is built")
+    monkeypatch.delenv("FLASH_EXT_REQUIRE_GATES")
+    with pytest.raises(pytest.skip.Exception):
+        absent("nothing is built")
