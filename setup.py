@@ -174,15 +174,7 @@ def output_of(*command: str | Path) -> str:
 
 
 class Toolchain:
-    """nvcc and its host compiler.
-
-    Attributes:
-        command: how nvcc is called.
-        version: of nvcc.
-        identity: what of the tools decides the content of an object.
-        compress: the flag that compresses machine code.
-        libraries: flags that find the CUDA libraries.
-    """
+    """nvcc and its host compiler: how they are called, and what of them decides an object."""
 
     def __init__(self, archs: Sequence[str]) -> None:
         nvcc = find_nvcc()
@@ -221,17 +213,9 @@ class Unit:
     """One source file on its way to an object."""
 
     source: Path
-    object: Path
+    object: Path  # beside it: .ptxas.txt, what the compiler said, and .d, the headers it read
     command: list[str]
     inputs: frozenset[Path]  # the source and the headers of this project that it includes
-
-    @property
-    def log(self) -> Path:
-        return self.object.with_suffix(".ptxas.txt")
-
-    @property
-    def depfile(self) -> Path:
-        return self.object.with_suffix(".d")
 
 
 def keyed(path: Path, *facts: object) -> Path:
@@ -359,7 +343,8 @@ class Plan:
         if missing or not self.library.exists():
             self.run_ninja(missing)
         for unit in self.units:
-            check(unit)
+            refuse_unseen_headers(unit)
+        refuse_spills(self.units)
         for path in [self.library, *(unit.object for unit in self.units)]:
             forget_old_versions(path)
         return self.library
@@ -376,15 +361,16 @@ class Plan:
             "  description = $what",
         ]
 
-        def make(output: Path, log: Path, run: list[str], what: str, after: str = "") -> None:
+        def make(output: Path, run: list[str], what: str, after: str = "") -> None:
             command = shlex.join(run).replace("$", "$$")
+            log = output.with_suffix(".ptxas.txt")
             lines.append(f"build {output}: make {after}")
             lines.extend([f"  run = {command}", f"  log = {log}", f"  what = {what}"])
 
         for unit in missing:  # a source is no input of its edge: the object's name stands for it
-            make(unit.object, unit.log, unit.command, f"compile {unit.source}")
+            make(unit.object, unit.command, f"compile {unit.source}")
         objects = " ".join(str(unit.object) for unit in missing)
-        make(self.library, self.library.with_suffix(".txt"), self.link, "link _C", objects)
+        make(self.library, self.link, "link _C", objects)
         path = self.python_dir / "build.ninja"
         path.write_text("\n".join([*lines, ""]))
         folders = [os.environ.get("PATH", ""), sysconfig.get_path("scripts")]
@@ -395,21 +381,28 @@ class Plan:
             fail("a compiler failed; what it said stands above.")
 
 
-def check(unit: Unit) -> None:
-    """Refuse an object whose name misses a header, and kernels that keep registers in memory."""
-    read = re.findall(r"(?:\\.|[^\s\\])+", unit.depfile.read_text().partition(" : ")[2])
+def refuse_unseen_headers(unit: Unit) -> None:
+    """An object's name must stand for every header that the compiler read."""
+    listed = unit.object.with_suffix(".d").read_text().partition(" : ")[2]
+    read = re.findall(r"(?:\\.|[^\s\\])+", listed)
     ours = {os.path.normpath(name) for name in read if not os.path.isabs(name)}
     unseen = ours - {os.path.normpath(path) for path in unit.inputs}
     if unseen:
         fail(f"{unit.source} includes {', '.join(sorted(unseen))} in a way that was not seen.")
-    good = r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
-    entry = rf"entry function '(\S+)' for '(\S+)'\n.*\n +(?!{good})(\d.*)"
-    for kernel, arch, memory in re.findall(entry, unit.log.read_text()):
-        if os.environ.get("FLASH_EXT_ALLOW_SPILLS") != "1":
-            fail(
-                f"{unit.source}: {kernel} keeps registers in memory on {arch}: {memory}. "
-                f"See {unit.log}; FLASH_EXT_ALLOW_SPILLS=1 accepts it."
-            )
+
+
+def refuse_spills(units: Sequence[Unit]) -> None:
+    """Kernels must keep their registers out of memory."""
+    good = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+    entry = rf"entry function '\S+' for '(\S+)'\n.*\n +(?!{good})(\d.*)"
+    spills = [
+        f"  {unit.source} on {arch}: {memory}; see {unit.object}"
+        for unit in units
+        for arch, memory in re.findall(entry, unit.object.with_suffix(".ptxas.txt").read_text())
+    ]
+    if spills and os.environ.get("FLASH_EXT_ALLOW_SPILLS") != "1":
+        advice = "FLASH_EXT_ALLOW_SPILLS=1 accepts it."
+        fail("\n".join(["kernels keep registers in memory:", *spills, advice]))
 
 
 def forget_old_versions(path: Path) -> None:
@@ -417,7 +410,7 @@ def forget_old_versions(path: Path) -> None:
     versions = path.parent.glob(f"{path.name.split('.')[0]}.*{path.suffix}")
     others = sorted((x for x in versions if x != path), key=lambda x: -x.stat().st_mtime)
     for old in others[KEPT_VERSIONS - 1 :]:
-        for suffix in (path.suffix, ".ptxas.txt", ".txt", ".d"):
+        for suffix in (path.suffix, ".ptxas.txt", ".d"):
             old.with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -456,6 +449,7 @@ asked = "egg_info" in sys.argv and bool(archs)
 
 if __name__ == "__main__":
     setup(
+        license="BSD-3-Clause",  # here and not in pyproject.toml, whose form of it has changed
         ext_modules=[Extension("flash_ext._C", ["csrc/binding/module.cpp"])] if archs else [],
         cmdclass={"build_ext": BuildExtension, "build_py": BuildPython},
         setup_requires=NVCC_WHEELS if asked and find_nvcc() is None else [],

@@ -73,7 +73,8 @@ struct BackwardParams {
   const float* dlse;  // (B, Hq, Sq) contiguous or null: gradient that arrived at lse
 
   float* delta;     // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
-  float* dq_accum;  // (B, Hq, Sq, D) workspace, zeroed by the kernels; null when dq is absent
+  float* dq_accum;  // (B, Hq, Sq, D rounded up to 16) workspace, zeroed by the kernels; null when
+                    // dq is absent
 
   View dq;  // (B, Sq, Hq, D), data may be null
   View dk;  // (B, Sk, Hk, D), data may be null

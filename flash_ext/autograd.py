@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_ext import ops
 
 
 class Attention(torch.autograd.Function):
-    """flash_ext::forward recorded for autograd; both results are differentiable."""
+    """flash_ext::forward recorded for autograd. out and lse are differentiable, once."""
 
     @staticmethod
     def forward(
@@ -21,59 +20,71 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         attn_bias: Tensor | None,
-        alibi_slopes: Tensor | None,
         sinks: Tensor | None,
-        seed: Tensor | None,
-        softmax_scale: float,
-        window_left: int,
-        window_right: int,
-        softcap: float,
-        dropout_p: float,
-        out_dtype: torch.dtype | None,
-        deterministic: bool,
-        bhsd: bool,
+        rest: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
-        settings = (softmax_scale, window_left, window_right, softcap, dropout_p)
-        out, lse = ops.forward(
-            q, k, v, attn_bias, alibi_slopes, sinks, seed, *settings, out_dtype, deterministic, bhsd
-        )
-        wants_q, wants_k, wants_v, wants_bias, _, wants_sinks = ctx.needs_input_grad[:6]
-        # dv needs the probabilities only, dsinks only delta; the other gradients need everything.
-        scores = wants_q or wants_k or wants_bias
-        probabilities = scores or wants_v
-        delta = scores or wants_sinks
-        ctx.save_for_backward(
-            q if probabilities else hollow(q),
-            k if probabilities else hollow(k),
-            v if scores else hollow(v),
-            out if delta else hollow(out),
-            lse,
-            attn_bias if probabilities else None,
-            alibi_slopes,
-            sinks if wants_sinks else None,
-            seed,
-        )
+        """`rest` is what the operator takes after v. attn_bias and sinks are part of it and given
+        apart for the sake of their gradients."""
+        out, lse = ops.forward(q, k, v, *rest)
+        settings, modifiers = rest[:7], rest[7:11]
+        wants = ctx.needs_input_grad
+        if wants[0] or wants[1] or wants[3]:
+            ctx.save_for_backward(q, k, v, out, lse, *modifiers)
+        else:  # dv needs the probabilities only, dsinks needs delta only
+            if not wants[2]:
+                q, k, modifiers = hollow(q), hollow(k), modifiers and (None, *modifiers[1:])
+            kept_out = out if wants[4] else hollow(out)
+            ctx.save_for_backward(q, k, hollow(v), kept_out, lse, *modifiers)
         ctx.set_materialize_grads(False)
-        ctx.settings = (*settings, deterministic, bhsd)
+        ctx.settings = settings
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, attn_bias, alibi_slopes, sinks, seed = ctx.saved_tensors
-        wants = (*ctx.needs_input_grad[:4], ctx.needs_input_grad[5])
-        dq, dk, dv, dbias, dsinks = (
-            gradient if want else None
-            for want, gradient in zip(
-                wants,
-                ops.backward(
-                    hollow(out) if dout is None else dout, dlse, q, k, v, out, lse,
-                    attn_bias, alibi_slopes, sinks, seed, *ctx.settings, *wants,
-                ),
-                strict=True,
-            )
-        )  # fmt: skip
-        return (dq, dk, dv, dbias, None, dsinks, *[None] * 9)
+        q, k, v, out, lse, *modifiers = ctx.saved_tensors
+        if dout is None:
+            dout = hollow(out)
+        want = ctx.needs_input_grad[:5]
+        differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        run = Derivative.apply if differentiated else ops.backward
+        gradients = run(dout, dlse, q, k, v, out, lse, want, *ctx.settings, *modifiers)
+        return *(x if wanted else None for x, wanted in zip(gradients, want, strict=True)), None
+
+
+class Derivative(torch.autograd.Function):
+    """flash_ext::backward where a second derivative may be asked for: an error then, not zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> ops.Gradients:
+        return ops.backward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "flash_ext.attention has no second derivatives: its gradients came from a call with "
+            "create_graph=True and were differentiated again"
+        )
+
+
+_eager_apply = super(torch.autograd.Function, Attention).apply
+
+
+def record(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    rest: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """`Attention.apply`. In eager mode without the wrapper that serves functorch only: it is a
+    seventh of the host time of a small call."""
+    if torch.compiler.is_compiling():  # a Function is traced with distinct tensors only
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
+    elif not torch._C._are_functorch_transforms_active():
+        return _eager_apply(q, k, v, attn_bias, sinks, rest)
+    return Attention.apply(q, k, v, attn_bias, sinks, rest)
 
 
 def hollow(x: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flash_ext import dispatch, ops, problem
-from flash_ext.autograd import Attention
+from flash_ext.autograd import record
 from flash_ext.dispatch import Plan
 from flash_ext.problem import NO_WINDOW, Capability, WindowSize
 
@@ -84,28 +86,38 @@ def attention(
     autocast = _autocast(q)
     if autocast is not None:
         q, k, v = (x.to(problem.cast_dtype(x.dtype, autocast)) for x in (q, k, v))
-    settings = _settings(q, causal, softmax_scale, window_size, softcap, dropout_p)
-    bhsd = _is_bhsd(layout)
-    if return_lse is not False:
-        problem.check_flag("return_lse", return_lse)
-    if deterministic is not None:
-        problem.check_flag("deterministic", deterministic)
-    seed = None
-    if dropout_p > 0:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    if torch.is_grad_enabled() and _requires_grad(q, k, v, attn_bias, alibi_slopes, sinks):
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        if torch.compiler.is_compiling():  # a Function is traced with distinct tensors only
-            k = k.view_as(k) if k is q else k
-            v = v.view_as(v) if v is q or v is k else v
-        run = Attention.apply
-    else:
-        deterministic = None
-        run = ops.forward
-    out, lse = run(
-        q, k, v, attn_bias, alibi_slopes, sinks, seed, *settings, out_dtype, deterministic, bhsd
+    _check_plain(softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout)
+    left, right = problem.window_limits(causal, window_size)
+    bhsd = layout == "bhsd"
+    plain = attn_bias is None and sinks is None and alibi_slopes is None
+    if not plain:
+        _check_modifiers(attn_bias, sinks, alibi_slopes)
+    recorded = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (attn_bias is not None and attn_bias.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
     )
+    if not recorded:
+        deterministic = None
+    elif deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    rest: tuple[Any, ...] = (left, right, bhsd, deterministic)
+    if not (
+        plain
+        and softmax_scale is None
+        and softcap == 0.0
+        and dropout_p == 0.0
+        and out_dtype is None
+    ):
+        seed = _seed(q.device) if dropout_p > 0.0 else None
+        rest += (softmax_scale, softcap, dropout_p)
+        rest += (attn_bias, sinks, alibi_slopes, seed, out_dtype)
+    if recorded:
+        out, lse = record(q, k, v, attn_bias, sinks, rest)
+    else:
+        out, lse = ops.forward(q, k, v, *rest)
     return (out, lse) if return_lse else out
 
 
@@ -147,14 +159,12 @@ def explain(
             tensors are not on the CPU and there is no GPU.
     """
     _check_tensors(q, k, v)
-    _, left, right, softcap, dropout_p = _settings(
-        q, causal, softmax_scale, window_size, softcap, dropout_p
-    )
-    problem.check_flag("return_lse", return_lse)
+    _check_plain(softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout)
+    left, right = problem.window_limits(causal, window_size)
+    bhsd = layout == "bhsd"
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    problem.check_flag("deterministic", deterministic)
-    bhsd = _is_bhsd(layout)
+    _check_modifiers(attn_bias, sinks, alibi_slopes)
     on_cpu = q.is_cpu and capability is None
     asked = problem.of_tensors(
         *(q, k, v, attn_bias, alibi_slopes, sinks, left, right, softcap, dropout_p),
@@ -181,57 +191,56 @@ def _autocast(q: Tensor) -> torch.dtype | None:
     return None
 
 
-def _settings(
-    q: Tensor,
-    causal: bool,
+def _check_plain(
     softmax_scale: float | None,
-    window_size: WindowSize,
     softcap: float,
     dropout_p: float,
-) -> tuple[float, int, int, float, float]:
-    """Scale, window, softcap and dropout as the operators take them."""
+    deterministic: bool | None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None,
+    layout: str,
+) -> None:
+    if softmax_scale is not None:
+        problem.check_scale(softmax_scale)
     if softcap != 0.0:
         problem.check_softcap(softcap)
     if dropout_p != 0.0:
         problem.check_dropout(dropout_p)
-    scale = problem.scale_of(q, softmax_scale)
-    left, right = problem.window_limits(causal, window_size)
-    return scale, left, right, softcap, dropout_p
-
-
-def _is_bhsd(layout: str) -> bool:
-    if layout == "bshd":
-        return False
+    if deterministic is not None:
+        problem.check_flag("deterministic", deterministic)
+    if return_lse is not False:
+        problem.check_flag("return_lse", return_lse)
+    if out_dtype is not None:
+        problem.check_is_dtype("out_dtype", out_dtype)
     problem.check_layout(layout)
-    return True
 
 
-def _requires_grad(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> bool:
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes requires a gradient, which it has none: expected a constant")
-    return (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (attn_bias is not None and attn_bias.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
-    )
+def _check_modifiers(
+    attn_bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None
+) -> None:
+    named = {"attn_bias": attn_bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    for name, value in named.items():
+        if value is not None:
+            problem.check_is_tensor(name, value)
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes requires a gradient, expected a constant: it has none")
+
+
+def _seed(device: torch.device) -> Tensor:
+    """One int64 (1,) for the dropout mask, drawn where it is used."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def _hardware(device: torch.device, capability: Capability | None) -> tuple[Capability, int]:
     """Capability and shared memory limit of what is explained."""
-    if capability is None:
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"capability is None, expected one such as (9, 0): q is on {device} and there is "
-                "no GPU to ask"
-            )
-        return ops.limits(torch.device("cuda", torch.cuda.current_device()))
-    return capability, dispatch.smem_of(capability)
+    if capability is not None:
+        problem.check_capability(capability)
+        return capability, dispatch.smem_of(capability)
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"capability is None, expected one such as (9, 0): q is on {device} and there is no "
+            "GPU to ask"
+        )
+    if device.type != "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return ops.limits(device)

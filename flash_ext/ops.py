@@ -11,6 +11,7 @@ are pure functions of their arguments, dropout included: its seed is one of them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -22,23 +23,25 @@ from flash_ext import build, dispatch, reference
 from flash_ext.dispatch import Kernel, Plan
 from flash_ext.problem import Capability, Problem, check_inputs, check_out_dtype, of_tensors
 
-_MODIFIERS = (
-    "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, float softmax_scale, "
-    "SymInt window_left, SymInt window_right, float softcap, float dropout_p"
+# What both operators take after their tensors. Arguments that are left at their defaults cost no
+# host time, so what a plain call needs comes first.
+_REST = (
+    "SymInt window_left=-1, SymInt window_right=-1, bool bhsd=False, bool? deterministic=None, "
+    "float? softmax_scale=None, float softcap=0.0, float dropout_p=0.0, Tensor? attn_bias=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? seed=None"
 )
 _FORWARD = (
-    f"forward(Tensor q, Tensor k, Tensor v, {_MODIFIERS}, ScalarType? out_dtype, "
-    "bool? deterministic, bool bhsd) -> (Tensor out, Tensor lse)"
+    f"forward(Tensor q, Tensor k, Tensor v, {_REST}, ScalarType? out_dtype=None) "
+    "-> (Tensor out, Tensor lse)"
 )
-_BACKWARD = (
+_BACKWARD = (  # want: which of dq, dk, dv, dbias and dsinks
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_MODIFIERS}, bool deterministic, bool bhsd, bool want_dq, bool want_dk, bool want_dv, "
-    "bool want_dbias, bool want_dsinks) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    f"bool[5] want, {_REST}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # one that is not wanted: shape (0,)
 ALIGNMENT = 16  # bytes: kernels read rows in pieces of this size
+HEAD_DIM_STEP = 8  # kernels read head dims that are multiples of this
 MOST_LAUNCHES = 4096
 
 
@@ -50,11 +53,14 @@ class Launch:
     """All that a call needs to know about its arguments beside their addresses."""
 
     plan: Plan
+    extension: Any
     forward: Kernel | None
     backward: Kernel | None
     out_shape: tuple[int, ...]
     out_stride: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    lse_stride: tuple[int, ...]
+    default_scale: float
     in_place: bool  # kernels can read q, k and v with their strides and head dims
 
 
@@ -72,30 +78,34 @@ def launch_of(
 ) -> Launch:
     """The Launch of checked arguments; `flags` are those of `problem.of_tensors`."""
     key = (
-        *(q.shape, q.stride(), q.dtype, q.device),
-        *(k.shape, k.stride(), k.dtype, k.device),
-        *(v.shape, v.stride(), v.dtype, v.device),
+        q.shape, q.stride(), q.dtype, q.get_device(),
+        k.shape, k.stride(), k.dtype, k.get_device(),
+        v.shape, v.stride(), v.dtype, v.get_device(),
         attn_bias is None or (attn_bias.shape, attn_bias.dtype, attn_bias.device),
         alibi_slopes is None or (alibi_slopes.shape, alibi_slopes.dtype, alibi_slopes.device),
         sinks is None or (sinks.shape, sinks.dtype, sinks.device),
-        flags,
-        dispatch.in_force,
-    )
+        flags, dispatch.in_force,
+    )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
         problem = of_tensors(
             q, k, v, attn_bias, alibi_slopes, sinks, *flags, device_type=q.device.type
         )
         plan = plan_on(q.device, problem)
+        like = q.new_empty(0, device="meta")
         sizes = (problem.B, problem.Sq, problem.Hq, problem.Dv)
-        out = _new_out(q.new_empty(0, device="meta"), *sizes, flags[-1], problem.out_dtype)
+        out = _new_out(like, *sizes, bhsd=flags[-1], dtype=problem.out_dtype)
+        lse = like.new_empty((problem.B, problem.Hq, problem.Sq))
         launch = Launch(
             plan=plan,
+            extension=build.extension(),
             forward=plan.forward.kernel,
             backward=plan.backward.kernel,
             out_shape=tuple(out.shape),
             out_stride=out.stride(),
-            lse_shape=(problem.B, problem.Hq, problem.Sq),
+            lse_shape=tuple(lse.shape),
+            lse_stride=lse.stride(),
+            default_scale=problem.D**-0.5,
             in_place=all(_has_readable_layout(x) for x in (q, k, v)),
         )
         if len(_launches) >= MOST_LAUNCHES:
@@ -141,35 +151,47 @@ def _forward_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    out_dtype: torch.dtype | None,
-    deterministic: bool | None,
-    bhsd: bool,
+    window_left: int = -1,
+    window_right: int = -1,
+    bhsd: bool = False,
+    deterministic: bool | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by a kernel. No workspace; inputs that it cannot read in place are copied."""
-    flags = (window_left, window_right, softcap, dropout_p, out_dtype, deterministic, bhsd)
-    launch = launch_of(q, k, v, attn_bias, alibi_slopes, sinks, *flags)
+    """out and lse by a kernel. No workspace; inputs that it cannot read in place are copied.
+
+    Kernels get no modifier but sinks: `dispatch` refuses the others as long as no row serves them.
+    """
+    launch = launch_of(
+        q, k, v, attn_bias, alibi_slopes, sinks,
+        window_left, window_right, softcap, dropout_p, out_dtype, deterministic, bhsd,
+    )  # fmt: skip
     kernel = launch.forward or launch.plan.kernel("forward")  # raises
     if deterministic is not None and launch.backward is None:
         launch.plan.kernel("backward")  # raises
-    q, k, v = _readable(launch, q, k, v)
-    out = torch.empty_strided(
-        launch.out_shape, launch.out_stride, dtype=out_dtype or q.dtype, device=q.device
+    if out_dtype is None:
+        out = q.new_empty_strided(launch.out_shape, launch.out_stride)
+    else:
+        out = q.new_empty_strided(launch.out_shape, launch.out_stride, dtype=out_dtype)
+    lse = q.new_empty_strided(launch.lse_shape, launch.lse_stride, dtype=torch.float32)
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    if softmax_scale is None:
+        softmax_scale = launch.default_scale
+    wide = out
+    if not launch.in_place or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        if v.shape[-1] != out.shape[-1]:
+            wide = out.new_empty((*out.shape[:-1], v.shape[-1]))
+    launch.extension.forward(
+        kernel.index, q, k, v, wide, lse, sinks, softmax_scale, window_left, window_right, bhsd
     )
-    lse = torch.empty(launch.lse_shape, dtype=torch.float32, device=q.device)
-    wide = _widened(out)
-    _extension().forward(
-        kernel.index, q, k, v, wide, lse, _floats(sinks),
-        softmax_scale, window_left, window_right, bhsd,
-    )  # fmt: skip
     if wide is not out:
         out.copy_(wide[..., : out.shape[-1]])
     return out, lse
@@ -183,37 +205,41 @@ def _backward_cuda(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    bhsd: bool,
-    want_dq: bool,
-    want_dk: bool,
-    want_dv: bool,
-    want_dbias: bool,
-    want_dsinks: bool,
+    want: Sequence[bool],
+    window_left: int = -1,
+    window_right: int = -1,
+    bhsd: bool = False,
+    deterministic: bool | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> Gradients:
     """Gradients by a kernel. Workspace: fp32 (B, Hq, Sq), and (B, Hq, Sq, D) where dq is wanted."""
-    flags = (window_left, window_right, softcap, dropout_p, None, deterministic, bhsd)
-    launch = launch_of(q, k, v, attn_bias, alibi_slopes, sinks, *flags)
+    deterministic = bool(deterministic)
+    launch = launch_of(
+        q, k, v, attn_bias, alibi_slopes, sinks,
+        window_left, window_right, softcap, dropout_p, None, deterministic, bhsd,
+    )  # fmt: skip
     kernel = launch.backward or launch.plan.kernel("backward")  # raises
-    dtype, D, Dv = q.dtype, q.shape[-1], v.shape[-1]
-    q, k, v = _readable(launch, q, k, v)
-    out, dout = (_readable_copy(x.to(dtype)) for x in (out, dout))
+    want_dq, want_dk, want_dv, _, want_dsinks = want
+    D, Dv = q.shape[-1], v.shape[-1]
+    q, k, v, out, dout = (_readable(x.to(q.dtype)) for x in (q, k, v, out, dout))
     lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    if dlse is not None:
+        dlse = dlse.to(torch.float32).contiguous()
     delta = torch.empty_like(lse)
-    dq_accum = lse.new_empty((*lse.shape, q.shape[-1])) if want_dq else None
-    wanted = ((q, want_dq), (k, want_dk), (v, want_dv))
-    dq, dk, dv = (x.new_empty(x.shape) if want else None for x, want in wanted)
-    _extension().backward(
+    # fp32 dQ, whose rows the kernels keep in blocks of 16 columns
+    dq_accum = lse.new_empty((*lse.shape, -(-q.shape[-1] // 16) * 16)) if want_dq else None
+    dq = q.new_empty(q.shape) if want_dq else None
+    dk = k.new_empty(k.shape) if want_dk else None
+    dv = v.new_empty(v.shape) if want_dv else None
+    if softmax_scale is None:
+        softmax_scale = launch.default_scale
+    launch.extension.backward(
         kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
         softmax_scale, window_left, window_right, bhsd, deterministic,
     )  # fmt: skip
@@ -226,58 +252,27 @@ def _backward_cuda(
     )
 
 
-def _absent(q: Tensor) -> Tensor:
-    """In place of a gradient that nobody asked for."""
-    return q.new_empty(0)
-
-
-def _extension() -> Any:
-    return build.extension()
-
-
 def _has_readable_layout(x: Tensor) -> bool:
     """Whether kernels can read x at its strides: unit last one, rows at multiples of 16 bytes."""
     step = ALIGNMENT // x.element_size()
+    sizes, strides = x.shape[:-1], x.stride()
     return (
         x.shape[-1] % step == 0
-        and x.stride(-1) == 1
+        and strides[-1] == 1
         and all(
-            stride % step == 0
-            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-            if size > 1
+            stride % step == 0 for size, stride in zip(sizes, strides, strict=False) if size > 1
         )
     )
 
 
-def _readable(launch: Launch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v themselves, if layouts and addresses allow it."""
-    if launch.in_place and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        return q, k, v
-    return _readable_copy(q), _readable_copy(k), _readable_copy(v)
-
-
-def _readable_copy(x: Tensor) -> Tensor:
+def _readable(x: Tensor) -> Tensor:
     """x itself if kernels can read it in place, else one copy with the head dim zero-padded."""
     if _has_readable_layout(x) and x.data_ptr() % ALIGNMENT == 0:
         return x
-    wide = x.new_zeros((*x.shape[:-1], _padded(x.shape[-1])))
-    wide[..., : x.shape[-1]].copy_(x)
+    D = x.shape[-1]
+    wide = x.new_zeros((*x.shape[:-1], -(-D // HEAD_DIM_STEP) * HEAD_DIM_STEP))
+    wide[..., :D].copy_(x)
     return wide
-
-
-def _padded(head_dim: int) -> int:
-    """Kernels read head dims that are multiples of 8."""
-    return -(-head_dim // 8) * 8
-
-
-def _widened(out: Tensor) -> Tensor:
-    """out itself, or room for its padded head dim."""
-    Dv = out.shape[-1]
-    return out if Dv % 8 == 0 else out.new_empty((*out.shape[:-1], _padded(Dv)))
-
-
-def _floats(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks.to(torch.float32).contiguous()
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -287,64 +282,81 @@ def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return rows.sum((0, 2)).to(sinks.dtype)
 
 
+def _absent(q: Tensor) -> Tensor:
+    """In place of a gradient that nobody asked for."""
+    return q.new_empty(0)
+
+
 # CPU
 
-_CHECKED = ("q", "k", "v", "attn_bias", "alibi_slopes", "sinks", "window_left", "window_right",
-            "softcap", "dropout_p", "out_dtype", "deterministic", "bhsd")  # fmt: skip
 
-
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    named = dict(zip(_FORWARD_NAMES[3:], rest, strict=True))
-    _check_on_cpu(named, q=q, k=k, v=v)
+def _forward_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    named = _checked_on_cpu(forward, args)
     del named["deterministic"]
     with torch.autocast("cpu", enabled=False):
-        return reference.forward(q, k, v, **named)
+        return reference.forward(named.pop("q"), named.pop("k"), named.pop("v"), **named)
 
 
 def _backward_cpu(*args: Any) -> Gradients:
-    tensors, rest = args[:7], args[7:]
-    named = dict(zip(_BACKWARD_NAMES[7:], rest, strict=True))
-    _check_on_cpu(named, **dict(zip(_BACKWARD_NAMES, tensors, strict=False)), out_dtype=None)
+    named = _checked_on_cpu(backward, args)
+    tensors = [named.pop(name) for name in ("dout", "dlse", "q", "k", "v", "out", "lse")]
+    wanted = dict(zip(_WANT, named.pop("want"), strict=True))
     with torch.autocast("cpu", enabled=False):
-        return reference.backward(*tensors, **named)
+        return reference.backward(*tensors, **wanted, **named)
 
 
-def _check_on_cpu(named: dict[str, Any], **more: Any) -> None:
-    arguments = {**named, **more}
-    launch_of(*(arguments[name] for name in _CHECKED))
+def _checked_on_cpu(operator: torch._ops.OpOverload, args: Sequence[Any]) -> dict[str, Any]:
+    named = _named(operator, args)
+    launch = launch_of(*(named.get(name) for name in (*_TENSORS, *_FLAGS)))
+    if named["softmax_scale"] is None:
+        named["softmax_scale"] = launch.default_scale
+    return named
+
+
+_TENSORS = ("q", "k", "v", "attn_bias", "alibi_slopes", "sinks")
+_FLAGS = ("window_left", "window_right", "softcap", "dropout_p", "out_dtype", "deterministic",
+          "bhsd")  # fmt: skip
+_WANT = ("want_dq", "want_dk", "want_dv", "want_dbias", "want_dsinks")
+
+
+def _named(operator: torch._ops.OpOverload, args: Sequence[Any]) -> dict[str, Any]:
+    """All arguments by name; an operator drops those at the end that have their default."""
+    schema = operator._schema.arguments
+    given = {item.name: value for item, value in zip(schema, args, strict=False)}
+    return {item.name: item.default_value for item in schema} | given
 
 
 # Fake: shapes, strides and dtypes
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    named = dict(zip(_FORWARD_NAMES[3:], rest, strict=True))
-    B, Sq, _, Hq, _, _, Dv = _check_fake(q, k, v, named)
-    check_out_dtype(q.dtype, named["out_dtype"])
-    out = _new_out(q, B, Sq, Hq, Dv, named["bhsd"], dtype=named["out_dtype"] or q.dtype)
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    named = _named(forward, args)
+    q, bhsd, out_dtype = named["q"], named["bhsd"], named["out_dtype"]
+    B, Sq, _, Hq, _, _, Dv = _check_fake(named)
+    check_out_dtype(q.dtype, out_dtype)
+    out = _new_out(q, B, Sq, Hq, Dv, bhsd=bhsd, dtype=out_dtype or q.dtype)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, q.new_empty((B, Hq, Sq), dtype=lse_dtype)
 
 
 def _backward_fake(*args: Any) -> Gradients:
-    named = dict(zip(_BACKWARD_NAMES, args, strict=True))
-    q, k, v = named["q"], named["k"], named["v"]
-    _check_fake(q, k, v, named)
-    inputs = {"dq": q, "dk": k, "dv": v, "dbias": named["attn_bias"], "dsinks": named["sinks"]}
+    named = _named(backward, args)
+    _check_fake(named)
+    inputs = (named[name] for name in ("q", "k", "v", "attn_bias", "sinks"))
     dq, dk, dv, dbias, dsinks = (
-        x.new_empty(x.shape) if x is not None and named[f"want_{gradient}"] else _absent(q)
-        for gradient, x in inputs.items()
+        x.new_empty(x.shape) if x is not None and wanted else _absent(named["q"])
+        for x, wanted in zip(inputs, named["want"], strict=True)
     )
     return dq, dk, dv, dbias, dsinks
 
 
-def _check_fake(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> tuple[int, ...]:
-    modifiers = (named[name] for name in ("attn_bias", "alibi_slopes", "sinks"))
-    return check_inputs(q, k, v, *modifiers, bhsd=named["bhsd"], device_type=q.device.type)
+def _check_fake(named: dict[str, Any]) -> tuple[int, ...]:
+    tensors = [named[name] for name in _TENSORS]
+    return check_inputs(*tensors, bhsd=named["bhsd"], device_type=tensors[0].device.type)
 
 
 def _new_out(
-    like: Tensor, B: int, Sq: int, Hq: int, Dv: int, bhsd: bool, dtype: torch.dtype
+    like: Tensor, B: int, Sq: int, Hq: int, Dv: int, *, bhsd: bool, dtype: torch.dtype
 ) -> Tensor:
     """out: (B, Sq, Hq, Dv) in memory, for bhsd its transposed view."""
     out = like.new_empty((B, Sq, Hq, Dv), dtype=dtype)
@@ -355,16 +367,20 @@ def _new_out(
 
 
 def _other_device(*args: Any) -> NoReturn:
-    device = next(x.device for x in args if isinstance(x, Tensor))
-    raise NotImplementedError(f"q is on {device}, expected a CUDA or CPU device")
+    q = next(x for x in args if isinstance(x, Tensor))
+    raise NotImplementedError(
+        f"q is a {q.layout} tensor on {q.device}, expected a dense one on a CUDA or CPU device"
+    )
 
 
 _library = torch.library.Library("flash_ext", "DEF")
-for _schema, _name, _cpu, _cuda, _fake in (
-    (_FORWARD, "forward", _forward_cpu, _forward_cuda, _forward_fake),
-    (_BACKWARD, "backward", _backward_cpu, _backward_cuda, _backward_fake),
+# As a whole a call with dropout is random, although its seed is an argument.
+_library.define(_FORWARD, tags=torch.Tag.nondeterministic_seeded)
+_library.define(_BACKWARD)
+for _name, _cpu, _cuda, _fake in (
+    ("forward", _forward_cpu, _forward_cuda, _forward_fake),
+    ("backward", _backward_cpu, _backward_cuda, _backward_fake),
 ):
-    _library.define(_schema, tags=torch.Tag.nondeterministic_seeded)
     _library.impl(_name, _cpu, "CPU")
     _library.impl(_name, _cuda, "CUDA")
     _library.impl(_name, _other_device, "CompositeExplicitAutograd")
@@ -372,5 +388,3 @@ for _schema, _name, _cpu, _cuda, _fake in (
 
 forward = torch.ops.flash_ext.forward.default
 backward = torch.ops.flash_ext.backward.default
-_FORWARD_NAMES = [argument.name for argument in forward._schema.arguments]
-_BACKWARD_NAMES = [argument.name for argument in backward._schema.arguments]

@@ -1,17 +1,18 @@
 """The dropout mask: which entries of the probability table are kept.
 
-Philox4x32 is a counter-based generator (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
-1, 2, 3", SC 2011): a keyed bijection of four 32-bit words, so any entry of the table can be drawn
-alone, in any order, on any device. The mask depends on (seed, batch * Hq + head, row, column) only.
+Philox4x32 is a counter-based generator (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011): a keyed bijection of four 32-bit words. Any entry of the table can be
+drawn alone, in any order, on any device: the mask depends on nothing but the seed,
+batch * Hq + head, row and column.
 
-Layout of the draws. The table of one (batch, head) is cut into absolute blocks of 16 x 16 entries.
-Block (I, J) takes 32 calls, one per lane of a warp, with
+The table of one (batch, head) is cut into absolute blocks of 16 x 16 entries. Block (I, J) takes 32
+calls, one for each lane of a warp, with
 
     key     = (seed low 32 bits, seed high 32 bits)
     counter = (J, I, batch * Hq + head, lane)
 
-and each call yields eight 16-bit values e = 0..7 (word 0 low half, word 0 high half, word 1 low half,
-...), which belong to the entries that the lane holds of two neighbouring m16n8 accumulators:
+A call yields eight 16-bit values e = 0..7: word 0 low half, word 0 high half, word 1 low half, ...
+They belong to the entries that the lane holds of two neighbouring m16n8 accumulators:
 
     row = lane // 4 + 8 * ((e >> 1) & 1)        column = 8 * (e >> 2) + 2 * (lane % 4) + (e & 1)
 """

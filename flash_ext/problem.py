@@ -106,15 +106,15 @@ def window_limits(causal: bool, window_size: WindowSize) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """The scale as a float, 1/sqrt(D) when not given; zero and negative ones are legal."""
-    if softmax_scale is None:
-        D = q.shape[-1] if q.dim() else 0
-        return float(D**-0.5) if D else 1.0  # the checks of the tensors refuse an empty head dim
+def check_is_dtype(name: str, value: object) -> None:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype or None, got {value!r}")
+
+
+def check_scale(softmax_scale: float) -> None:
     check_number("softmax_scale", softmax_scale)
     if not -math.inf < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a finite number")
-    return softmax_scale
 
 
 def check_softcap(softcap: float) -> None:
@@ -130,8 +130,17 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
+    if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout is {layout!r}, expected 'bshd' or 'bhsd'")
+
+
+def check_capability(capability: Capability) -> None:
+    if not (
+        isinstance(capability, tuple)
+        and len(capability) == 2
+        and all(isinstance(number, int) for number in capability)
+    ):
+        raise TypeError(f"capability must be a pair of ints such as (9, 0), got {capability!r}")
 
 
 # Tensor arguments
@@ -146,8 +155,6 @@ def check_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
     """out is q's dtype, or the dtype in which partial results are merged."""
     if out_dtype is None or out_dtype == dtype:
         return
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}")
     if out_dtype != torch.float32 or dtype == torch.float64:
         wider = "" if dtype == torch.float64 else " or torch.float32"
         raise ValueError(f"out_dtype is {out_dtype}, expected None, q's {dtype}{wider}")
@@ -183,8 +190,7 @@ def check_inputs(
         if x.dim() != 4:
             dims = ", ".join(layout)
             raise ValueError(f"{name} has shape {shape_of(x)}, expected 4 dimensions ({dims})")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, expected {q.device}, the device of q")
+        check_device(name, x, q.device)
     s, h = layout.index("S"), layout.index("H")
     B, Sq, Hq, D = q.shape[0], q.shape[s], q.shape[h], q.shape[3]
     Sk, Hk, Dv = k.shape[s], k.shape[h], v.shape[3]
@@ -238,14 +244,13 @@ def _check_dtypes(
             )
 
 
-def _check_device(name: str, x: Tensor, device: torch.device) -> None:
-    check_is_tensor(name, x)
+def check_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, expected {device}, the device of q")
 
 
 def _check_bias(attn_bias: Tensor, device: torch.device, table: tuple[int, ...]) -> None:
-    _check_device("attn_bias", attn_bias, device)
+    check_device("attn_bias", attn_bias, device)
     if attn_bias.dtype not in (*CPU_DTYPES, torch.bool):
         raise TypeError(
             f"attn_bias is {name_of(attn_bias.dtype)}, expected a floating dtype (added) or bool "
@@ -261,7 +266,7 @@ def _check_bias(attn_bias: Tensor, device: torch.device, table: tuple[int, ...])
 
 
 def _check_slopes(alibi_slopes: Tensor, device: torch.device, B: int, Hq: int) -> None:
-    _check_device("alibi_slopes", alibi_slopes, device)
+    check_device("alibi_slopes", alibi_slopes, device)
     if alibi_slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes is {name_of(alibi_slopes.dtype)}, expected float32")
     if alibi_slopes.shape != (Hq,) and alibi_slopes.shape != (B, Hq):
@@ -272,7 +277,7 @@ def _check_slopes(alibi_slopes: Tensor, device: torch.device, B: int, Hq: int) -
 
 
 def _check_sinks(sinks: Tensor, device: torch.device, Hq: int) -> None:
-    _check_device("sinks", sinks, device)
+    check_device("sinks", sinks, device)
     if sinks.dtype not in CPU_DTYPES:
         raise TypeError(f"sinks is {name_of(sinks.dtype)}, expected a floating dtype")
     if sinks.shape != (Hq,):

@@ -250,7 +250,7 @@ def backward(
 
 
 def _zero_if_empty(maximum: Tensor) -> Tensor:
-    """-inf, of a row that has seen no key, replaced by 0: s - 0 is -inf, where -inf + inf is NaN."""
+    """0 for the -inf of a row that has seen no key: s - 0 is -inf then, but -inf + inf is NaN."""
     return maximum.masked_fill(maximum == MINUS_INF, 0)
 
 

@@ -1,4 +1,4 @@
-"""How the reference cuts tensors into tiles: which heads, batch entries and rows are taken together.
+"""How the reference cuts tensors into tiles: which heads, batch entries and rows go together.
 
 A tile of queries holds the G = Hq / Hk heads that share a key head as further rows, G * M of them,
 so that grouped heads cost one matrix product per key head and keys are never expanded.
@@ -79,7 +79,7 @@ class Tiling:
         )
 
     def batches(self, block_m: int, block_n: int) -> Iterator[slice]:
-        """Batch entries to compute together: enough to be efficient, few enough to stay in cache."""
+        """Batch entries to compute together: enough for efficiency, few enough for the cache."""
         tile = self.heads_q * min(block_m, self.seqlen_q) * min(block_n, self.seqlen_k)
         return blocks(0, self.batch, max(1, TILE_ELEMENTS // max(tile, 1)))
 

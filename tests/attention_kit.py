@@ -6,20 +6,19 @@ the reasons that `explain` gives. Everything else has to be served: there, a ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from os import environ
 
 import pytest
 import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext.testing import forced, numeric
+from flash_ext.testing import numeric
 from flash_ext.testing.cases import Case, Inputs, make_inputs, poison_allocator
 
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "attn_bias", "dsinks": "sinks"}
+torch.set_num_threads(1)  # many small tensors: threads cost more than they bring
+
 SERVED_HEAD_DIM = 128  # what every CUDA build with all head dims serves
 
 
@@ -30,17 +29,6 @@ class Outcome:
     out: Tensor
     lse: Tensor
     gradients: dict[str, Tensor]
-
-
-@contextmanager
-def kernel_family(device: torch.device) -> Iterator[None]:
-    """Within it, CUDA calls run on the family that FLASH_EXT_TEST_FAMILY names, if it names one."""
-    family = environ.get("FLASH_EXT_TEST_FAMILY")
-    if family is None or device.type != "cuda":
-        yield
-        return
-    with forced(family=family):
-        yield
 
 
 def is_lean(inputs: Inputs) -> bool:
@@ -104,15 +92,29 @@ def run_and_hold(case: Case, device: torch.device) -> tuple[Inputs, Outcome]:
     inputs = make_inputs(case, device)
     require_served(inputs)
     poison_allocator(device)
-    with kernel_family(device):
-        found = run(inputs)
+    found = run(inputs)
     hold(inputs, found)
     return inputs, found
 
 
-def bit_equal(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, NaN included."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    kind = integers[a.element_size()]
-    same_kind = (a.dtype, a.shape) == (b.dtype, b.shape)
-    return same_kind and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+def assert_bit_equal(found: Tensor, expected: Tensor, name: str = "out") -> None:
+    """Raise AssertionError that says how far two tensors are apart, unless they are the same bits.
+
+    They may be on different devices.
+    """
+    found, expected = found.detach(), expected.detach()
+    if found.device != expected.device:
+        found, expected = found.cpu(), expected.cpu()
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        raise AssertionError(
+            f"{name}: {found.dtype} {tuple(found.shape)}, "
+            f"expected {expected.dtype} {tuple(expected.shape)}"
+        )
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    if torch.equal(found.contiguous().view(bits), expected.contiguous().view(bits)):
+        return
+    apart = (found.double() - expected.double()).abs()
+    raise AssertionError(
+        f"{name}: {int((apart != 0).sum())} of {apart.numel()} elements differ, by up to "
+        f"{apart.max():.3e}; the largest expected is {expected.abs().max():.3e}"
+    )

@@ -75,7 +75,7 @@ def make(
         "dout": random(B, Sq, Hq, Dv),
         "dlse": None,
         "delta": blank(B, Hq, Sq, dtype=torch.float32),
-        "dq_accum": blank(B, Hq, Sq, D, dtype=torch.float32),
+        "dq_accum": blank(B, Hq, Sq, -(-D // 16) * 16, dtype=torch.float32),
         "dq": blank(B, Sq, Hq, D),
         "dk": blank(B, Sk, Hk, D),
         "dv": blank(B, Sk, Hk, Dv),

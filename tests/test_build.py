@@ -13,6 +13,7 @@ import struct
 import sys
 import zlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from build_kit import ROOT, Tree, copy_tree
@@ -31,6 +32,18 @@ def tree(tmp_path: Path) -> Tree:
 def instances(*dims: int) -> list[str]:
     found = (path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/sm80/inst/*.cu"))
     return sorted(path for path in found if any(f"_hdim{dim}_" in path for dim in dims))
+
+
+def load_setup(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The functions of setup.py."""
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("flash_ext_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, setup)
+    spec.loader.exec_module(setup)
+    return setup
 
 
 def test_first_build_makes_everything_and_the_second_nothing(tree: Tree) -> None:
@@ -138,6 +151,26 @@ def test_every_architecture_gets_native_code(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
+    ("visible", "archs"),
+    [
+        ("12.0 9.0 9.0", "90a;120"),
+        ("7.5 8.6", "86"),
+        ("7.5", "80;90a;80+PTX"),
+        ("no devices were found", "80;90a;80+PTX"),
+    ],
+)
+def test_unset_architectures_are_those_of_the_gpus(
+    visible: str, archs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = tmp_path / "nvidia-smi"
+    query.write_text(f"#!/bin/sh\necho '{visible}'\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("FLASH_EXT_CUDA_ARCHS", raising=False)
+    assert load_setup(monkeypatch).requested_archs() == tuple(archs.split(";"))
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
         ("FLASH_EXT_CUDA_ARCHS", "80;volta", "'volta' is no architecture"),
@@ -166,8 +199,9 @@ def test_wrong_cuda_home_is_not_passed_over(tree: Tree) -> None:
 
 def test_spills_are_refused(tree: Tree) -> None:
     said = tree.fails(FAKE_SPILL="16")
-    assert "keeps registers in memory on sm_80" in said
-    assert "16 bytes spill stores" in said
+    assert "kernels keep registers in memory" in said
+    for source in instances(64, 128):
+        assert f"{source} on sm_80: 0 bytes stack frame, 16 bytes spill stores" in said
     assert not list(tree.root.glob("flash_ext/_C.*.so"))
     tree.build(FAKE_SPILL="16", FLASH_EXT_ALLOW_SPILLS="1")
     assert list(tree.root.glob("flash_ext/_C.*.so"))
@@ -178,13 +212,7 @@ def test_header_that_the_scan_missed_is_an_error(tree: Tree) -> None:
 
 
 def test_jobs_follow_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("flash_ext_setup", ROOT / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
-    setup = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, setup)
-    spec.loader.exec_module(setup)
+    setup = load_setup(monkeypatch)
     monkeypatch.delenv("MAX_JOBS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     assert 1 <= setup.jobs() <= 64

@@ -78,6 +78,18 @@ def cpp(path: Path) -> bool:
     return path.parts[0] == "csrc" and path.suffix in CPP
 
 
+def instance(path: Path) -> bool:
+    return cpp(path) and "inst" in path.parts
+
+
+def described(path: Path) -> bool:
+    return cpp(path) and not instance(path)
+
+
+def build_file(path: Path) -> bool:
+    return str(path) in ("setup.py", "pyproject.toml", "Makefile")
+
+
 def python(path: Path) -> bool:
     return path.suffix == ".py"
 
@@ -117,7 +129,7 @@ def no_sync_no_allocation(path: Path, text: str) -> Broken:
 
 def launches_are_checked(path: Path, text: str) -> Broken:
     body = cpp_code(text)
-    if not re.search(r"cudaGetLastError|cudaPeekAtLastError", body):
+    if not re.search(r"check_launch|cudaGetLastError", body):
         yield from matching(r"<<<", body, "launch whose error nobody reads")
 
 
@@ -137,8 +149,8 @@ def ptx_names_its_section(path: Path, text: str) -> Broken:
 
 def no_dead_cpp(path: Path, text: str) -> Broken:
     # An example of use, indented by three blanks or more, is prose.
-    statement = r"^\s*//\s{0,2}(?=\S)(?:[\w:<>*&\s.\[\]-]+=[^=].*;|[\w:.]+\([^)]*\);|(?:if|for|while) ?\(.*)$"
-    yield from matching(statement, text, "commented-out code")
+    statement = r"[\w:<>*&\s.\[\]-]+=[^=].*;|[\w:.]+\([^)]*\);|(?:if|for|while) ?\(.*"
+    yield from matching(rf"^\s*//\s{{0,2}}(?=\S)(?:{statement})$", text, "commented-out code")
     yield from matching(r"^\s*#\s*if\s+0\b", text, "commented-out code")
 
 
@@ -180,7 +192,7 @@ def speaks_of_itself(path: Path, text: str) -> Broken:
 
 
 def no_fast_math(path: Path, text: str) -> Broken:
-    yield from matching(r"use[_]fast_math", text, "global fast maths")
+    yield from matching(r"use_fast_math", text, "global fast maths")
 
 
 def has_docstring(path: Path, text: str) -> Broken:
@@ -234,12 +246,12 @@ RULES = [
     Rule(asm_in_ptx_only, outside("ptx"), "csrc/core/a.h", 'void f() { asm volatile("nop;"); }\n'),
     Rule(no_sync_no_allocation, cpp, "csrc/a.h", "void f() { cudaDeviceSynchronize(); }\n"),
     Rule(launches_are_checked, cpp, "csrc/sm80/a.cu", "void f() { g<<<1, 1>>>(); }\n"),
-    Rule(opens_with_comment, cpp, "csrc/core/a.h", "#pragma once\n"),
-    Rule(opens_with_comment, cpp, "csrc/core/a.h", "// What it is.\nint f();\n"),
+    Rule(opens_with_comment, described, "csrc/core/a.h", "#pragma once\n"),
+    Rule(opens_with_comment, described, "csrc/core/a.h", "// What it is.\nint f();\n"),
     Rule(ptx_names_its_section, under("ptx"), "csrc/ptx/a.h", HEADER),
     Rule(no_dead_cpp, cpp, "csrc/core/a.h", HEADER + "  // acc = acc * scale;\n"),
     Rule(no_dead_cpp, cpp, "csrc/core/a.h", HEADER + "#if 0\n#endif\n"),
-    Rule(instances_are_short, lambda p: "inst" in p.parts, "csrc/sm80/inst/a.cu", "\n" * 40),
+    Rule(instances_are_short, instance, "csrc/sm80/inst/a.cu", "\n" * 40),
     Rule(columns, code, "setup.py", "#" * 101 + "\n"),
     Rule(readable_length, lambda p: cpp(p) or python(p), "setup.py", "\n" * 501),
     Rule(tidy_text, code, "setup.py", "a = 1 \n"),
@@ -247,7 +259,7 @@ RULES = [
     Rule(speaks_of_itself, is_text, "README.md", "in /" + "home/someone/tree\n"),
     Rule(speaks_of_itself, is_text, "README.md", "see http://10.1." + "2.3/simple\n"),
     Rule(speaks_of_itself, is_text, "README.md", "done by the next" + " session\n"),
-    Rule(no_fast_math, code, "setup.py", "--use" + "_fast_math\n"),
+    Rule(no_fast_math, build_file, "setup.py", "--use_fast_math\n"),
     Rule(has_docstring, python, "flash_ext/a.py", "import os\n"),
     Rule(no_timing_assertion, test_module, "tests/a.py", "assert perf_counter() - start < 1\n"),
     Rule(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -119,7 +117,9 @@ def test_machine_code(rows: list[gates.Row], codes: list[gates.Code]) -> None:
 
 # The gates themselves
 
-KERNEL = "_ZN9flash_ext4sm8013flash_forwardINS0_13ForwardConfigI6__halfLi64ELi128ELi64ELi4ELi2EEEEEv"
+KERNEL = (
+    "_ZN9flash_ext4sm8013flash_forwardINS0_13ForwardConfigI6__halfLi64ELi128ELi64ELi4ELi2EEEEEv"
+)
 ROW = {
     "index": 0,
     "family": "sm80",

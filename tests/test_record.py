@@ -6,6 +6,7 @@ A small tree stands for the repository, so the whole path runs without a GPU.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ KERNEL = "// A kernel.\n__global__ void kernel(int* a) { *a = 1; }\n"
 TESTS = """
 import os
 import pytest
+from flash_ext import dispatch
 pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("case", range(12))
 def test_case(case):
-    assert os.environ.get("FLASH_EXT_TEST_FAMILY") == "sm80"
+    assert dispatch.in_force == dispatch.Forced("sm80")
 """
 MARKERS = "[pytest]\nmarkers =\n    gpu: g\n    multi_gpu: m\n    sanitizer: s\n"
 MACHINE = {"gpu": "some GPU", "torch": "some version"}
@@ -39,9 +41,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "flash_ext/ops.py": "value = 1\n",
         "flash_ext/testing/cases.py": "value = 1\n",
         "flash_ext/testing/numeric.py": "value = 1\n",
+        "flash_ext/testing/oracle.py": "value = 1\n",
         "tests/conftest.py": "",
         "tests/test_attention.py": TESTS,
-        "tests/test_binding.py": TESTS.replace('== "sm80"', "is None"),
+        "tests/test_binding.py": TESTS.replace('== dispatch.Forced("sm80")', "is None"),
         "pytest.ini": MARKERS,
     }
     for name, text in files.items():
@@ -246,10 +249,12 @@ def test_shard_without_tests_is_refused(tree: Path, capsys: pytest.CaptureFixtur
     assert "no test of sm80" in capsys.readouterr().err
 
 
-def test_broken_test_file_is_refused(tree: Path) -> None:
-    (tree / "tests/test_attention.py").write_text("import nothing_of_that_name\n")
-    assert record.main(["run", "--family", "sm80"]) == 2
-    assert not record.RECORD.exists()
+def test_broken_test_file_is_a_failure(tree: Path) -> None:
+    (tree / "tests/test_field_cases.py").write_text("import nothing_of_that_name\n")
+    assert record.main(["run", "--family", "sm80"]) == 1
+    shard = record.read(record.RECORD)["sm80"]["shards"]["1/1"]
+    assert shard["failed"] == ["tests/test_field_cases.py"]
+    assert (shard["passed"], shard["not_run"]) == (12, 0)
 
 
 def test_machine_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +299,28 @@ def test_findings_of_our_kernels_only() -> None:
         "Invalid __global__ write ",
         "Error: Race reported betw",
     ]
-    assert record.findings("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n") == []
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    assert record.findings(clean) == []
+
+
+def test_sanitizer_that_did_not_run_is_refused() -> None:
+    with pytest.raises(record.RecordError, match="attach"):
+        record.findings("12 passed in 3.0s\n")
+
+
+def test_sanitizer_run_is_recorded(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for compute-sanitizer runs what follows its options and reports a finding."""
+    program = tree / "compute-sanitizer"
+    report = SANITIZER_OUTPUT.replace("12 passed in 3.0s\n", "")
+    program.write_text(f'#!/bin/sh\nshift 6\n"$@"\ncat <<"END"\n{report}END\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tree), prepend=os.pathsep)
+    marked = TESTS.replace("def test_case", "@pytest.mark.sanitizer\ndef test_case")
+    (tree / "tests/test_attention.py").write_text(marked + "\ndef test_other(): assert False\n")
+    assert record.main(["run", "--family", "sm80", "--sanitizer", "memcheck"]) == 1
+    found = record.read(record.RECORD)["sm80"]["sanitizers"]["memcheck 1/1"]
+    assert (found["passed"], found["failed"], found["findings"]) == (12, [], 2)
+    assert found["examples"][1].startswith("Invalid __global__ write of size 4 bytes | flash_ext::")
 
 
 def test_shards_split_the_tests() -> None:

@@ -265,7 +265,7 @@ void backward(int32_t index, py::handle dout_object, py::handle dlse_object, py:
   if (!dq_accum_object.is_none()) {
     const Tensor dq_accum =
         read_floats("dq_accum", dq_accum_object,
-                    {shape.batch, shape.heads_q, shape.seqlen_q, shape.head_dim}, q);
+                    {shape.batch, shape.heads_q, shape.seqlen_q, (shape.head_dim + 15) / 16 * 16}, q);
     expect_aligned_rows(dq_accum);
     params.dq_accum = dq_accum.floats();
   }

@@ -73,44 +73,28 @@ __device__ __forceinline__ void gemm_rows_rows(float (&acc)[kM][kN][4],
   }
 }
 
-// What gemm does with NaN and infinity in its B operand.
+// What a product does with NaN and infinity in its B operand: 0 * inf must not reach a result that
+// does not depend on them.
 enum class NonFinite { kKeep, kDrop };
 
-// Zeroes the NaN and infinite halves of a fragment; the result has bits set where there were any.
-template <typename T>
-__device__ __forceinline__ uint32_t drop_nonfinite(uint32_t (&fragment)[4]) {
-  uint32_t dropped = 0;
-#pragma unroll
-  for (uint32_t& pair : fragment) {
-    const uint32_t bad = nonfinite_halves<T>(pair);
-    pair &= ~bad;
-    dropped |= bad;
-  }
-  return dropped;
-}
-
 // acc (16 kM, 8 kN) += A (16 kM, 16 kK) . B (16 kK, 8 kN), A in registers, B from columns of
-// shared memory. With kDrop non-finite elements of B count as zero, and the result tells whether
-// this lane met one.
-template <typename T, NonFinite kNonFinite, int kM, int kN, int kK, typename TileB>
-__device__ __forceinline__ bool gemm_registers_columns(float (&acc)[kM][kN][4],
+// shared memory.
+template <typename T, int kM, int kN, int kK, typename TileB>
+__device__ __forceinline__ void gemm_registers_columns(float (&acc)[kM][kN][4],
                                                        const uint32_t (&a)[kM][kK][4],
                                                        const LaneOffsets<TileB>& b_columns) {
-  uint32_t dropped = 0;
 #pragma unroll
   for (int k = 0; k < kK; ++k)
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       uint32_t b[4];
       ptx::ldmatrix_x4_trans(b, b_columns.at(k, n / 2));
-      if constexpr (kNonFinite == NonFinite::kDrop) dropped |= drop_nonfinite<T>(b);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         ptx::mma_m16n8k16<T>(acc[m][n], a[m][k], b[0], b[1]);
         ptx::mma_m16n8k16<T>(acc[m][n + 1], a[m][k], b[2], b[3]);
       }
     }
-  return dropped != 0;
 }
 
 // acc (16 kM, 8 kN) += A (16 kM, 16 kK) . B (16 kK, 8 kN), both from columns of shared memory.
@@ -127,7 +111,9 @@ __device__ __forceinline__ void gemm_columns_columns(float (&acc)[kM][kN][4],
     for (int n = 0; n < kN; n += 2) {
       uint32_t b[4];
       ptx::ldmatrix_x4_trans(b, b_columns.at(k, n / 2));
-      if constexpr (kNonFinite == NonFinite::kDrop) drop_nonfinite<T>(b);
+      if constexpr (kNonFinite == NonFinite::kDrop) {
+        for (uint32_t& pair : b) pair &= ~nonfinite_halves<T>(pair);
+      }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         ptx::mma_m16n8k16<T>(acc[m][n], a[m][0], b[0], b[1]);

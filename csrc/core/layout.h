@@ -46,14 +46,17 @@ struct SmemTile {
 
 // The shared addresses from which one lane feeds ldmatrix.x4, for every 16x16 block of a tile.
 // Blocks 16 rows apart share their swizzle, the XOR repeats every kPeriod chunks, and within a
-// period stepping by two chunks is itself an XOR: one register and immediates address all blocks.
+// period stepping by two chunks is itself an XOR: one register a lane and immediates address all
+// blocks of all tiles of the same shape.
 template <typename Tile>
 struct LaneOffsets {
   static constexpr int kPhases = Tile::kPeriod / 2;  // a block is two chunks wide
-  uint32_t first;                                    // address for block (0, 0)
+  uint32_t tile;                                     // address of the first row
+  uint32_t lane;                                     // this lane's offset in block (0, 0)
 
   __device__ __forceinline__ uint32_t at(int block_row, int block_col) const {
-    return (first ^ block_col % kPhases * 2 * kChunkBytes) + block_row * 16 * Tile::kRowBytes +
+    return (lane ^ block_col % kPhases * 2 * kChunkBytes) + tile +
+           block_row * 16 * Tile::kRowBytes +
            block_col / kPhases * Tile::kPeriod * kChunkBytes;
   }
 };
@@ -76,7 +79,7 @@ struct ChunkFirst {
 template <typename Tile, typename Pattern>
 __device__ __forceinline__ LaneOffsets<Tile> lane_offsets(uint32_t base, int lane,
                                                           int first_chunk = 0) {
-  return {base + Tile::offset(Pattern::row(lane), Pattern::chunk(lane) + first_chunk)};
+  return {base, Tile::offset(Pattern::row(lane), Pattern::chunk(lane) + first_chunk)};
 }
 
 }  // namespace flash_ext

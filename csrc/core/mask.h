@@ -57,9 +57,14 @@ class BandMask {
     const int begin = first_row / kBlockM;
     return {begin, max(begin, ceil_div(max(0, end_row), kBlockM))};
   }
-  // ... and whether every query row of [rows.begin, rows.end) sees every key of a tile.
-  __device__ __forceinline__ bool whole(Range rows, Range keys) const {
-    return keys.begin >= first_key(rows.end - 1) && keys.end <= end_key(rows.begin);
+  // ... and those of which every row sees every key of the tile.
+  template <int kBlockM>
+  __device__ __forceinline__ Range whole_query_tiles(Range keys) const {
+    if (keys.end > seqlen_k_) return {0, 0};
+    const int first_row = max(0, keys.end - 1 - right_);
+    const int end_row = keys.begin - left_ + 1;
+    return {ceil_div(first_row, kBlockM),
+            end_row >= seqlen_q_ ? ceil_div(seqlen_q_, kBlockM) : max(0, end_row) / kBlockM};
   }
 
  private:

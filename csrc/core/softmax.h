@@ -3,8 +3,9 @@
 //
 // For each row we keep a running reference m and sum l over the keys seen so far, with
 //     O = sum_j exp2(x_j - m) v_j,   l = sum_j exp2(x_j - m),   x = score * scale * log2(e).
-// A new tile with a larger maximum m' multiplies O and l by exp2(m - m'). One division at the very
-// end gives softmax(x) V, and lse = (m + log2 l) / log2(e).
+// A new tile with a larger maximum m' multiplies O and l by exp2(m - m') and takes m' as its
+// reference. Any m gives the same quotient, so m may lag a little behind the true maximum. One
+// division at the very end gives softmax(x) V, and lse = (m + log2 l) / log2(e).
 #pragma once
 
 #include <cmath>
@@ -31,7 +32,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 template <int kM>
 class OnlineSoftmax {
  public:
-  __device__ __forceinline__ OnlineSoftmax() {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -41,41 +42,43 @@ class OnlineSoftmax {
       }
   }
 
-  // Takes a tile of scores (16 kM, 8 kN), -inf where masked, and turns it into exp2(x - m');
-  // `out` (16 kM, 8 kD) is brought to the new reference. `units` > 0 are the exponent units of a
-  // score, scale * log2(e): they fold into the FFMA before exp2.
+  // Takes a tile of scores (16 kM, 8 kN), -inf where masked, and turns it into exp2(x - m);
+  // `out` (16 kM, 8 kD) is brought to the new reference if there is one. `units` > 0 are the
+  // exponent units of a score, scale * log2(e): they fold into the FFMA before exp2.
   template <int kN, int kD>
   __device__ __forceinline__ void step(float (&scores)[kM][kN][4], float (&out)[kM][kD][4],
                                        float units) {
+    float top[kM][2];  // the tile's largest exponents, rounded up
+    bool keep = true;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float top = scores[m][0][2 * h];
+        float largest = scores[m][0][2 * h];
 #pragma unroll
         for (int n = 0; n < kN; ++n)
-          top = fmaxf(top, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-        // Rounded up, so that no exponent below is above zero.
-        const float old = reference_[m][h];
-        reference_[m][h] = fmaxf(old, __fmul_ru(quad_max(top), units));
+          largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+        top[m][h] = __fmul_ru(quad_max(largest), units);
+        keep = keep && top[m][h] <= reference_[m][h] + kSlack;
+      }
+    if (!__all_sync(0xffffffffu, keep)) raise_references(top, out);
+
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
         // A row without a visible key so far subtracts 0 from its -inf scores.
         const float reference = reference_[m][h] == -INFINITY ? 0.f : reference_[m][h];
-        const float rescale = ptx::exp2_approx(old - reference);
-
-        float sum = 0.f;
+        float sum[2] = {sum_[m][h], 0.f};  // two chains of additions hide each other's latency
 #pragma unroll
-        for (int n = 0; n < kN; ++n)
+        for (int n = 0; n < kN; ++n) {
+          float(&p)[4] = scores[m][n];
 #pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; ++i) {
-            scores[m][n][i] = ptx::exp2_approx(fmaf(scores[m][n][i], units, -reference));
-            sum += scores[m][n][i];
-          }
-        sum_[m][h] = fmaf(sum_[m][h], rescale, sum);
-#pragma unroll
-        for (int d = 0; d < kD; ++d) {
-          out[m][d][2 * h] *= rescale;
-          out[m][d][2 * h + 1] *= rescale;
+          for (int i = 2 * h; i < 2 * h + 2; ++i)
+            p[i] = ptx::exp2_approx(fmaf(p[i], units, -reference));
+          sum[n % 2] += p[2 * h] + p[2 * h + 1];
         }
+        sum_[m][h] = sum[0] + sum[1];
       }
   }
 
@@ -95,8 +98,32 @@ class OnlineSoftmax {
     return shrink / total;
   }
 
- private:
-  float reference_[kM][2];  // m: the largest exponent so far, rounded up
+  // An exponent may exceed the reference by this much (a factor of 256 in P, O and l alike) before
+  // the reference follows: then O is almost never rescaled after the first tiles.
+  static constexpr float kSlack = 8.f;
+
+  template <int kD>
+  __device__ __forceinline__ void raise_references(const float (&top)[kM][2],
+                                                   float (&out)[kM][kD][4]) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float reference = fmaxf(reference_[m][h], top[m][h]);
+        const float rescale = reference_[m][h] == -INFINITY
+                                  ? 1.f  // nothing seen yet, O and l are 0
+                                  : ptx::exp2_approx(reference_[m][h] - reference);
+        reference_[m][h] = reference;
+        sum_[m][h] *= rescale;
+#pragma unroll
+        for (int d = 0; d < kD; ++d) {
+          out[m][d][2 * h] *= rescale;
+          out[m][d][2 * h + 1] *= rescale;
+        }
+      }
+  }
+
+  float reference_[kM][2];  // m; -inf before the first visible key
   float sum_[kM][2];        // this lane's share of l, over its own columns
 };
 

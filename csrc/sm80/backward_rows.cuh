@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/dq_workspace.h"
 #include "core/element.h"
 #include "core/epilogue.h"
 #include "core/layout.h"
@@ -69,9 +70,9 @@ __global__ void __launch_bounds__(Config::kThreads)
 
   if (at.column == 0)
     params.delta[at.index] = sum - (params.dlse == nullptr ? 0.f : params.dlse[at.index]);
-  if (params.dq_accum != nullptr && at.column < shape.head_dim) {
-    auto* target =
-        reinterpret_cast<float4*>(params.dq_accum + at.index * shape.head_dim + at.column);
+  const int row_floats = DqWorkspace::row_floats(shape.head_dim);
+  if (params.dq_accum != nullptr && at.column < row_floats) {
+    auto* target = reinterpret_cast<float4*>(params.dq_accum + at.index * row_floats + at.column);
     target[0] = target[1] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
@@ -86,17 +87,17 @@ __global__ void __launch_bounds__(Config::kThreads)
   if (at.index >= shape.batch * shape.heads_q * shape.seqlen_q || at.column >= shape.head_dim)
     return;
 
-  const auto* source =
-      reinterpret_cast<const float4*>(params.dq_accum + at.index * shape.head_dim + at.column);
-  const float4 low = source[0], high = source[1];
-  const float scale = params.softmax_scale;
-  const uint4 packed = {Element<T>::pack(scale * low.x, scale * low.y),
-                        Element<T>::pack(scale * low.z, scale * low.w),
-                        Element<T>::pack(scale * high.x, scale * high.y),
-                        Element<T>::pack(scale * high.z, scale * high.w)};
+  const float* source = params.dq_accum + at.index * DqWorkspace::row_floats(shape.head_dim);
+  uint32_t packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const auto pair =
+        *reinterpret_cast<const float2*>(source + DqWorkspace::position(at.column + 2 * i));
+    packed[i] = Element<T>::pack(params.softmax_scale * pair.x, params.softmax_scale * pair.y);
+  }
   char* row =
       head_matrix(params.dq, at.batch, at.head) + at.position * params.dq.seq_stride * 2;
-  *reinterpret_cast<uint4*>(row + at.column * 2) = packed;
+  *reinterpret_cast<uint4*>(row + at.column * 2) = {packed[0], packed[1], packed[2], packed[3]};
 }
 
 }  // namespace flash_ext::sm80

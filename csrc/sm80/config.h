@@ -29,6 +29,7 @@ struct ForwardConfig {
     alignas(128) char q[QTile::kBytes];  // becomes the staging buffer of O
     alignas(128) char k[kStages][KTile::kBytes];
     alignas(128) char v[kStages][KTile::kBytes];
+    bool guarded;  // the walk that masks NaN and infinity out of V
   };
 };
 
@@ -64,7 +65,7 @@ struct BackwardConfig {
     alignas(128) char v[KTile::kBytes];
     alignas(128) char q[kStages][QTile::kBytes];
     alignas(128) char dout[kStages][QTile::kBytes];
-    alignas(128) char ds[DsTile::kBytes];
+    alignas(128) char ds[kStages][DsTile::kBytes];
     float lse[kStages][kBlockM];
     float delta[kStages][kBlockM];  // rowsum(dO * O) - dlse
   };
@@ -77,13 +78,13 @@ struct Tiles;
 
 template <typename T>
 struct Tiles<T, 64> {
-  using Forward = ForwardConfig<T, 64, 128, 64, 4, 2>;
+  using Forward = ForwardConfig<T, 64, 128, 96, 4, 2>;
   using Backward = BackwardConfig<T, 64, 64, 128, 8>;
 };
 
 template <typename T>
 struct Tiles<T, 128> {
-  using Forward = ForwardConfig<T, 128, 64, 64, 4, 2>;
+  using Forward = ForwardConfig<T, 128, 128, 64, 4, 2>;
   using Backward = BackwardConfig<T, 128, 32, 128, 8>;
 };
 

@@ -53,7 +53,7 @@ class Config:
         return self.heads * self.head_dim
 
 
-CPU = Config(layers=3, heads=4, head_dim=32, seqlen=256, batch=8, steps=150, learning_rate=2e-3)
+CPU = Config(layers=3, heads=4, head_dim=32, seqlen=256, batch=8, steps=300, learning_rate=2e-3)
 GPU = Config(layers=8, heads=8, head_dim=64, seqlen=1024, batch=16, steps=300, learning_rate=1e-3)
 
 
@@ -66,6 +66,16 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same through PyTorch, which wants heads before sequence."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., arXiv:2104.09864, section 3.2) of x (B, S, H, D)."""
+    positions = torch.arange(x.shape[1], device=x.device)
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, x.shape[-1] // 2, device=x.device)
+    angles = (positions[:, None] * frequencies)[:, None]  # (S, 1, D / 2)
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -88,8 +98,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, width)
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, self.head_dim))
-        q, k, v = qkv.unbind(dim=2)  # (B, S, H, D) each, strided views: used in place
-        x = x + self.project(self.attention(q, k, v).flatten(-2))
+        q, k, v = qkv.unbind(dim=2)  # (B, S, H, D) each
+        x = x + self.project(self.attention(rotate(q), rotate(k), v).flatten(-2))
         return x + self.mlp(self.norm_2(x))
 
 
@@ -99,18 +109,12 @@ class GPT(nn.Module):
     def __init__(self, config: Config, attention: Attention) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, config.width)
-        self.position = nn.Embedding(config.seqlen, config.width)
         self.blocks = nn.Sequential(*(Block(config, attention) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, S) -> (B, S, VOCABULARY)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token(tokens) + self.position(positions)
-        return self.head(self.norm(self.blocks(x)))
+        return self.head(self.norm(self.blocks(self.token(tokens))))
 
 
 def standard_library_text(limit: int = TEXT_BYTES) -> Tensor:

@@ -115,9 +115,15 @@ def find_cuobjdump() -> str | None:
 
 
 def disassemble(cuobjdump: str, built: Path) -> str:
-    """Machine code of an object, all kernels and architectures, as text."""
-    command = [cuobjdump, "-sass", str(built)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    """Machine code of an object, all kernels and architectures, as text.
+
+    Raises:
+        RuntimeError: cuobjdump failed; it needs nvdisasm beside it or on PATH.
+    """
+    done = subprocess.run([cuobjdump, "-sass", str(built)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{cuobjdump} -sass {built}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def codes(sass: str) -> Iterator[Code]:
@@ -148,7 +154,7 @@ def smem_limit(arch: str) -> int:
 
 
 def implements(row: Row, kernel: str) -> bool:
-    """Whether a mangled kernel is the main kernel of a row: its pass, element and tile are named."""
+    """Whether a mangled name is that of a row's main kernel: pass, element and tile are in it."""
     tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
     return re.search(rf"{row['pass']}\w*{MANGLED[row['dtype']]}{tile}", kernel) is not None
 
@@ -212,8 +218,11 @@ def table(objects: list[Path], cuobjdump: str | None, sass: Path | None) -> Iter
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flash_ext.testing.gates", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_ext.testing.gates",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--sass", type=Path, help="folder to write the machine code to")
     options = parser.parse_args(arguments)
     objects = built_objects(Path.cwd())

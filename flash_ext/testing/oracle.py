@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_ext.philox import keep_mask, keep_scale
 from flash_ext.testing.cases import Inputs
 
-TABLE_ELEMENTS = 2**25  # scores held at a time
+TABLE_ELEMENTS = {"cpu": 2**18, "cuda": 2**27}  # scores taken at a time: cache, memory
 MINUS_INF = float("-inf")
 
 
@@ -87,7 +87,12 @@ class _Chunk:
         return x if x.shape[1] == 1 else x[:, self.heads_q]
 
     def of_k(self, x: Tensor) -> Tensor:
+        """The chunk of what is (B, Hk, ...)."""
         return x[self.batch, self.heads_k]
+
+    def of(self, name: str, x: Tensor) -> Tensor:
+        """The chunk of a value by its name."""
+        return self.of_k(x) if name in ("dk", "dv") else self.of_q(x)
 
 
 class _Problem:
@@ -99,20 +104,44 @@ class _Problem:
         self.scale: float = private["softmax_scale"]
         self.left: int = private["window_left"]
         self.right: int = private["window_right"]
-        self.q, self.k, self.v = (heads_first(x, inputs).detach() for x in _qkv(inputs))
+        self.q, self.k, self.v = (
+            heads_first(x, inputs).detach() for x in (inputs.q, inputs.k, inputs.v)
+        )
         self.batch, self.heads_q, self.seqlen_q, _ = self.q.shape
         self.heads_k, self.seqlen_k = self.k.shape[1:3]
         self.group = self.heads_q // self.heads_k if self.heads_k else 1
-        bias = inputs.attn_bias
+        bias, sinks = inputs.attn_bias, inputs.sinks
         self.bias = None if bias is None else bias.detach()[(None,) * (4 - bias.dim())]
+        self.sinks = None if sinks is None else sinks.detach()[None, :, None, None]
         slopes = inputs.alibi_slopes
         self.slopes = None if slopes is None else slopes[(None,) * (2 - slopes.dim())]
         self.dout = None if inputs.dout is None else heads_first(inputs.dout, inputs)
 
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that have a gradient, by its name."""
+        leaves = {"dq": self.q, "dk": self.k, "dv": self.v}
+        if self.bias is not None and self.bias.is_floating_point():
+            leaves["dbias"] = self.bias
+        if self.sinks is not None:
+            leaves["dsinks"] = self.sinks
+        return leaves
+
+    def empty_values(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Room for the results; gradients, if there is a dout, begin at 0."""
+        rows = (self.batch, self.heads_q, self.seqlen_q)
+        values = {
+            "out": self.q.new_zeros((*rows, self.v.shape[-1]), dtype=dtype),
+            "lse": self.q.new_zeros((*rows, 1), dtype=dtype),
+        }
+        if self.dout is not None:
+            values |= {n: x.new_zeros(x.shape, dtype=dtype) for n, x in self.leaves().items()}
+        return values
+
     def chunks(self) -> Iterator[_Chunk]:
         table = max(1, self.group * self.seqlen_q * self.seqlen_k)
-        heads = max(1, min(self.heads_k, TABLE_ELEMENTS // table))
-        batches = max(1, TABLE_ELEMENTS // (table * max(1, self.heads_k)))
+        limit = TABLE_ELEMENTS[self.q.device.type]
+        heads = max(1, min(self.heads_k, limit // table))
+        batches = max(1, limit // (table * max(1, self.heads_k)))
         for b in range(0, self.batch, batches):
             for h in range(0, self.heads_k, heads):
                 stop = min(h + heads, self.heads_k)
@@ -150,10 +179,6 @@ class _Problem:
         return keep[:, chunk.heads_q].to(dtype) * keep_scale(dropout_p)
 
 
-def _qkv(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    return inputs.q, inputs.k, inputs.v
-
-
 def _scores(
     problem: _Problem, chunk: _Chunk, q: Tensor, k: Tensor, bias: Tensor | None, scale_on_k: bool
 ) -> tuple[Tensor, Tensor]:
@@ -172,45 +197,34 @@ def _scores(
 def _whole_table(inputs: Inputs, dtype: torch.dtype, scale_on_k: bool) -> Result:
     """Attention and gradients in one dtype by autograd, chunk after chunk."""
     problem = _Problem(inputs)
-    backward = problem.dout is not None
-    q, k, v = (x.to(dtype).requires_grad_(backward) for x in (problem.q, problem.k, problem.v))
-    bias = sinks = None
-    if problem.bias is not None and problem.bias.is_floating_point():
-        bias = problem.bias.to(dtype).requires_grad_(backward)
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.detach().to(dtype)[None, :, None, None].requires_grad_(backward)
-
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    lse = q.new_empty((*q.shape[:3], 1))
+    values = problem.empty_values(dtype)
     for chunk in problem.chunks():
-        group = problem.group
-        k_c, v_c = (chunk.of_k(x).repeat_interleave(group, 1) for x in (k, v))
-        bias_c = None if bias is None else chunk.of_q(bias)
-        s, _ = _scores(problem, chunk, chunk.of_q(q), k_c, bias_c, scale_on_k)
+        leaves = {
+            name: chunk.of(name, x).to(dtype).detach().requires_grad_(problem.dout is not None)
+            for name, x in problem.leaves().items()
+        }
+        q, bias, sinks = leaves["dq"], leaves.get("dbias"), leaves.get("dsinks")
+        k, v = (leaves[name].repeat_interleave(problem.group, 1) for name in ("dk", "dv"))
+        s, _ = _scores(problem, chunk, q, k, bias, scale_on_k)
         hidden = problem.hidden(chunk).expand(s.shape)
         s = s.masked_fill(hidden, MINUS_INF)
-        column = s.new_full((*s.shape[:3], 1), MINUS_INF)
-        if sinks is not None:
-            column = chunk.of_q(sinks).expand_as(column)
+        column = s.new_full((*s.shape[:3], 1), MINUS_INF) if sinks is None else sinks
+        column = column.expand(*s.shape[:3], 1)
         empty = hidden.all(-1, keepdim=True) & (column == MINUS_INF)
         s = torch.cat((s, column.masked_fill(empty, 0)), -1)  # (b, h, Sq, Sk + 1)
         p = torch.softmax(s, -1)[..., :-1]
         factor = problem.dropout_factor(chunk, dtype)
-        out_c = (p if factor is None else p * factor) @ v_c
-        lse_c = torch.logsumexp(s, -1, keepdim=True).masked_fill(empty, MINUS_INF)
+        out = (p if factor is None else p * factor) @ v
+        lse = torch.logsumexp(s, -1, keepdim=True).masked_fill(empty, MINUS_INF)
+        chunk.of_q(values["out"])[:], chunk.of_q(values["lse"])[:] = out.detach(), lse.detach()
         if problem.dout is not None:
-            grads = [chunk.of_q(problem.dout).to(dtype), torch.zeros_like(lse_c)]
+            grads = [chunk.of_q(problem.dout).to(dtype), torch.zeros_like(lse)]
             if inputs.dlse is not None:
                 grads[1] = chunk.of_q(inputs.dlse).to(dtype).unsqueeze(-1)
-            torch.autograd.backward((out_c, lse_c), grads)
-        chunk.of_q(out)[:], chunk.of_q(lse)[:] = out_c.detach(), lse_c.detach()
-
-    values = {"out": out.detach(), "lse": lse.detach()}
-    if backward:
-        leaves = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dsinks": sinks}
-        for name, leaf in leaves.items():
-            if leaf is not None:
-                values[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            torch.autograd.backward((out, lse), grads)
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:
+                    chunk.of(name, values[name])[:] += leaf.grad
     return Result(values)
 
 
@@ -230,18 +244,15 @@ class _Table:
 
     @classmethod
     def of(cls, problem: _Problem, chunk: _Chunk, dtype: torch.dtype) -> _Table:
-        inputs = problem.inputs
         q = chunk.of_q(problem.q).to(dtype)
         k, v = (
             chunk.of_k(x).to(dtype).repeat_interleave(problem.group, 1)
             for x in (problem.k, problem.v)
         )
-        bias = None
-        if problem.bias is not None and problem.bias.is_floating_point():
-            bias = chunk.of_q(problem.bias).to(dtype)
+        leaves = problem.leaves()
+        bias = chunk.of_q(leaves["dbias"]).to(dtype) if "dbias" in leaves else None
         s, raw = _scores(problem, chunk, q, k, bias, scale_on_k=False)
-        softcap = inputs.softcap
-        sinks = inputs.sinks
+        softcap, sinks = problem.inputs.softcap, problem.sinks
         return cls(
             q=q,
             k=k,
@@ -251,7 +262,7 @@ class _Table:
             cap_slope=1 - torch.tanh(raw / softcap).square() if softcap > 0 else None,
             dropout_factor=problem.dropout_factor(chunk, dtype),
             dout=None if problem.dout is None else chunk.of_q(problem.dout).to(dtype),
-            sinks=None if sinks is None else sinks[None, chunk.heads_q, None, None].to(dtype),
+            sinks=None if sinks is None else chunk.of_q(sinks).to(dtype),
         )
 
     def probabilities(self, lse: Tensor) -> Tensor:
@@ -280,47 +291,68 @@ def _add_floors(inputs: Inputs, result: Result) -> None:
     """Floors of every value but the rounding of the value itself, and the noise of the scores."""
     problem, floors, exact = _Problem(inputs), result.floors, result.values
     dtype = inputs.q.dtype
-    u, scale = unit(dtype), abs(problem.scale)
-    order_only = u if dtype == accumulator(dtype) else 0.0  # where nothing is rounded on the way
+    wide = accumulator(dtype)
+    out_info = torch.finfo(inputs.out_dtype or dtype)
+    u = max(unit(dtype), out_info.eps / 2)  # of dS, and of O in delta
+    subnormal = out_info.smallest_normal * out_info.eps
+    scale, eps = abs(problem.scale), torch.finfo(wide).eps
+    order_only = u if dtype == wide else 0.0  # where P is not rounded before the product with V
     for name, value in exact.items():
         floors[name] = value.new_zeros((*value.shape[:-1], 1))
-    dbias_sum = torch.zeros_like(exact["dbias"]) if "dbias" in exact else None
+    dbias_squares = torch.zeros_like(exact["dbias"]) if "dbias" in exact else None
 
     for chunk in problem.chunks():
         table = _Table.of(problem, chunk, torch.float64)
         lse, out = chunk.of_q(exact["lse"]), chunk.of_q(exact["out"])
         p = table.probabilities(lse)
-        score = torch.maximum(table.raw.abs(), table.scores.abs().nan_to_num(posinf=0))
+        visible = table.scores != MINUS_INF
+        score = table.scores.abs().masked_fill_(~visible, 0)
         if p.numel():
-            noise = (p * score).sum(-1).max().item() * torch.finfo(dtype).eps / 2
-            result.noise = max(result.noise, noise)
+            rounded_score = (p * torch.maximum(table.raw.abs(), score)).sum(-1).max().item()
+            result.noise = max(result.noise, rounded_score * torch.finfo(dtype).eps / 2)
 
-        addends = scale * (table.q.abs() @ table.k.abs().mT)  # sum of |q||k| behind each score
-        seen = addends.masked_fill_(table.scores == MINUS_INF, 0)
-        largest = torch.cat((lse.abs().nan_to_num(posinf=0).clamp_min(1), seen), -1)
-        lse_floor = unit(accumulator(dtype)) * largest.amax(-1, keepdim=True)
-        chunk.of_q(floors["lse"])[:] = lse_floor
-        chunk.of_q(floors["out"])[:] = order_only * (p @ table.v.abs()).amax(-1, keepdim=True)
+        # Scores are rounded, too, in the accumulator: an error of s is a relative error of P, and
+        # by the normaliser one of the whole row. P may also underflow.
+        addends = (scale * (table.q.abs() @ table.k.abs().mT)).mul_(visible)  # behind each score
+        s_error = eps * (table.before_cap(addends) + score)
+        row_error = (p * s_error).sum(-1, keepdim=True)
+        s_error += row_error
+        underflow = visible.double() * torch.finfo(wide).smallest_normal
+        largest = torch.cat((lse.abs().nan_to_num(posinf=0).clamp_min(1), addends), -1)
+        chunk.of_q(floors["lse"])[:] = unit(wide) * largest.amax(-1, keepdim=True)
+        p_error = p * (order_only + s_error) + underflow
+        chunk.of_q(floors["out"])[:] = (p_error @ table.v.abs()).amax(-1, keepdim=True)
         if table.dout is None:
             continue
 
-        dp = table.dropped(table.dout @ table.v.mT)
         delta = (table.dout * out).abs().sum(-1, keepdim=True)
-        dbias = p * (dp.abs() + delta)  # (b, h, Sq, Sk)
+        if inputs.dlse is not None:
+            delta += chunk.of_q(inputs.dlse).abs().unsqueeze(-1)
+        terms = table.dropped(table.dout @ table.v.mT).abs() + delta  # of dS / P, (b, h, Sq, Sk)
+        subnormal_out = table.dout.abs().sum(-1, keepdim=True) * subnormal  # of O, in delta
+        dbias = (p * (u + s_error) + underflow) * terms + p * subnormal_out
         ds = scale * table.before_cap(dbias)
+        if table.cap_slope is not None:  # 1 - tanh^2 cancels, and moves with the score
+            slope_error = unit(wide) + 2 * eps * table.cap_slope * addends / inputs.softcap
+            ds += scale * p * terms * slope_error
         dk = _by_key_head(ds.mT @ table.q.abs(), problem.group)
-        dv = _by_key_head(table.dropped(p).mT @ table.dout.abs(), problem.group)
-        chunk.of_q(floors["dq"])[:] = u * (ds @ table.k.abs()).amax(-1, keepdim=True)
-        chunk.of_k(floors["dk"])[:] = u * dk.amax(-1, keepdim=True)
-        chunk.of_k(floors["dv"])[:] = order_only * dv.amax(-1, keepdim=True)
-        if dbias_sum is not None:
-            tile = chunk.of_q(dbias_sum)
-            tile += dbias.sum_to_size(tile.shape)
-        if "dsinks" in floors:
-            dsinks = table.sink_probabilities(lse) * delta
-            chunk.of_q(floors["dsinks"])[:] += u * dsinks.sum((0, 2), keepdim=True)
-    if dbias_sum is not None and dbias_sum.numel():
-        floors["dbias"] = u * dbias_sum.amax(-1, keepdim=True)
+        dv = _by_key_head(table.dropped(p_error).mT @ table.dout.abs(), problem.group)
+        chunk.of_q(floors["dq"])[:] = (ds @ table.k.abs()).amax(-1, keepdim=True)
+        chunk.of_k(floors["dk"])[:] = dk.amax(-1, keepdim=True)
+        chunk.of_k(floors["dv"])[:] = dv.amax(-1, keepdim=True)
+        # Sums over rows: the errors of rows are independent, so it is their squares that add up.
+        if dbias_squares is not None:
+            tile = chunk.of_q(dbias_squares)
+            of_rows = dbias.sum_to_size(*dbias.shape[:-1], tile.shape[-1])
+            tile += of_rows.square().sum_to_size(tile.shape)
+        if table.sinks is not None:
+            relative = u + row_error + eps * table.sinks.abs().nan_to_num(posinf=0)
+            dsinks = table.sink_probabilities(lse) * (relative * delta + subnormal_out)
+            chunk.of_q(floors["dsinks"])[:] += dsinks.square().sum((0, 2), keepdim=True)
+    if "dsinks" in floors:
+        floors["dsinks"].sqrt_()
+    if dbias_squares is not None and dbias_squares.numel():
+        floors["dbias"] = dbias_squares.sqrt().amax(-1, keepdim=True)
 
 
 @torch.no_grad()
@@ -329,18 +361,7 @@ def _tiled_rounding(inputs: Inputs) -> Result:
     problem = _Problem(inputs)
     dtype = inputs.q.dtype
     wide = accumulator(dtype)
-    values = {
-        "out": problem.q.new_empty((*problem.q.shape[:3], problem.v.shape[-1]), dtype=wide),
-        "lse": problem.q.new_empty((*problem.q.shape[:3], 1), dtype=wide),
-    }
-    if problem.dout is not None:
-        values |= {"dq": torch.zeros_like(problem.q, dtype=wide)}
-        values |= {"dk": torch.zeros_like(problem.k, dtype=wide)}
-        values |= {"dv": torch.zeros_like(problem.v, dtype=wide)}
-        if problem.bias is not None and problem.bias.is_floating_point():
-            values["dbias"] = torch.zeros_like(problem.bias, dtype=wide)
-        if inputs.sinks is not None:
-            values["dsinks"] = torch.zeros_like(inputs.sinks, dtype=wide)[None, :, None, None]
+    values = problem.empty_values(wide)
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).to(wide)

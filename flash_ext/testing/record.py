@@ -34,9 +34,9 @@ RECORD = Path("tests/gpu_record.json")
 SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 MINUTES = 8.0  # that one call may take
 LISTED_FINDINGS = 20
-FAMILY_VARIABLE = "FLASH_EXT_TEST_FAMILY"  # the kernel family that tests must run on
 
-KERNEL_TESTS = ("test_attention.py", "test_field_cases.py")
+KERNEL_TESTS = ("test_attention.py", "test_field_cases.py")  # run on each kernel family
+KIT = ("cases", "numeric", "oracle")  # modules of flash_ext.testing that decide what passes
 Entry = dict[str, Any]
 
 
@@ -100,9 +100,9 @@ def _with_python(cpp: str, package: Path, family: str) -> str:
 
 
 def tests_digest(root: Path, family: str) -> str:
-    """Digest of a family's tests and of the testing kit they use."""
-    kit = [root / "flash_ext" / "testing" / name for name in ("cases.py", "numeric.py")]
-    shared = [root / "tests" / "conftest.py"]
+    """Digest of a family's tests and of what they share."""
+    kit = [root / "flash_ext" / "testing" / f"{name}.py" for name in KIT]
+    shared = [root / "tests" / "conftest.py", *(root / "tests").glob("*_kit.py")]
     return files_digest([*SUITES[family].tests(root), *kit, *shared], root)
 
 
@@ -128,28 +128,30 @@ def machine() -> dict[str, Any]:
 
 
 def sanitizer_command(tool: str) -> list[str]:
-    """compute-sanitizer with one of its tools, looking at our kernels only.
-
-    initcheck has to see the writes of every kernel, so it is not told to look at ours alone;
-    `findings` then leaves out what it says about others.
-    """
-    places = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
-    path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{p}/bin" for p in places if p)])
+    """compute-sanitizer with one of its tools, looking at our kernels only."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [str(Path(home, "bin")) for home in (*homes, "/usr/local/cuda") if home]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *folders])
     program = shutil.which("compute-sanitizer", path=path)
     if program is None:
         raise RecordError("compute-sanitizer is neither on PATH nor under CUDA_HOME")
-    only_ours = [] if tool == "initcheck" else ["--kernel-regex", "kns=flash"]
-    return [program, "--tool", tool, "--print-limit", "1000", *only_ours]
+    return [program, "--tool", tool, "--kernel-regex", "kns=flash", "--print-limit", "1000"]
 
 
 def findings(output: str) -> list[str]:
-    """What a sanitizer reported about our kernels: its first line and the place, one a finding."""
+    """What a sanitizer reported about our kernels: its first line and the place, one a finding.
+
+    Raises:
+        RecordError: the output has no summary of a sanitizer, so none looked.
+    """
+    if not re.search(r"^========= (ERROR|RACECHECK) SUMMARY", output, flags=re.MULTILINE):
+        raise RecordError("compute-sanitizer printed no summary: it did not attach")
     found = []
     # A report is a run of "=========" lines: a headline, then indented lines about it.
     for report in re.split(r"^=========(?! {2,})", output, flags=re.MULTILINE)[1:]:
         headline = " ".join(report.split("\n", 1)[0].split())
         place = re.search(r"\bflash_ext::[^\n]*", report)
-        if place and not headline.startswith("COMPUTE-SANITIZER"):
+        if place:
             found.append(f"{headline} | {place.group()}")
     return found
 
@@ -161,8 +163,6 @@ def run_tests(
     suite = SUITES[family]
     marker = f"{suite.marker} and sanitizer" if sanitizer else suite.marker
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(root), *sys.path]))
-    if suite.kernels:
-        environment[FAMILY_VARIABLE] = family
     if sanitizer:
         # A tensor of its own allocation each, so that a byte past its end is a byte out of bounds.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -171,8 +171,10 @@ def run_tests(
         command = [
             *(sanitizer_command(sanitizer) if sanitizer else []),
             *(sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-m", marker),
+            "--continue-on-collection-errors",
             *("-p", "flash_ext.testing.sharding", "--shard", shard, "--summary", str(summary)),
             *("--stop-after", str(seconds), "-p", "no:cacheprovider"),
+            *(["--kernel-family", family] if suite.kernels else []),
             *(str(path.relative_to(root)) for path in suite.tests(root)),
         ]
         process = subprocess.Popen(
@@ -317,8 +319,11 @@ def write(path: Path, record: dict[str, Entry]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m flash_ext.testing.record", description=__doc__,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    top = argparse.ArgumentParser(
+        prog="python -m flash_ext.testing.record",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = top.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="run one shard of a family and merge the outcome")
     running.add_argument("--family", required=True, choices=SUITES)

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs one shard of the tests and writes down what happened.
+"""A pytest plugin for recorded runs: one shard of the tests, on one kernel family, and a summary.
 
     python -m pytest -p flash_ext.testing.sharding --shard 1/2 --summary summary.json
 
@@ -13,9 +13,12 @@ import hashlib
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from flash_ext.testing.forced import forced
 
 LONGEST_REASON = 200
 
@@ -40,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sharding")
     group.addoption("--shard", default="1/1", help="i/n: run the i-th of n parts of the tests")
     group.addoption("--summary", default=None, help="JSON file to write the outcome to")
+    group.addoption("--kernel-family", default=None, help="tests marked gpu run on it alone")
     group.addoption(
         "--stop-after", type=float, default=None, help="seconds; later tests stay unrun"
     )
@@ -56,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def kernel_family(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked gpu run on the kernels of --kernel-family, if it is given."""
+    family = request.config.getoption("--kernel-family")
+    if family is None or request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with forced(family=family):
+        yield
+
+
 class Shard:
     """Selects the tests of one shard and keeps their outcome."""
 
@@ -70,12 +85,21 @@ class Shard:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        mine = [item for item in items if shard_of(item.nodeid, self.count) == self.index]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+        mine: list[pytest.Item] = []
+        others: list[pytest.Item] = []
+        for item in items:
+            here = shard_of(item.nodeid, self.count) == self.index
+            (mine if here else others).append(item)
+        config.hook.pytest_deselected(items=others)
         items[:] = mine
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be collected counts as one failed test."""
+        if report.failed:
+            self.outcomes[report.nodeid] = "failed"
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.selected = len(session.items)
+        self.selected = len(session.items) + len(self.outcomes)
         self.write()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

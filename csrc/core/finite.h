@@ -1,0 +1,74 @@
+// NaN and infinity in shared tiles. A masked product is 0 * v, which must be 0 even if v is not
+// finite; tensor cores say NaN. These rare cases are found and taken out here.
+#pragma once
+
+#include <cstdint>
+
+#include "core/element.h"
+#include "core/layout.h"
+#include "core/mask.h"
+#include "ptx/shared.h"
+
+namespace flash_ext {
+
+// Whether a shared tile holds no NaN and no infinity. Collective over the block.
+template <typename T, typename Tile, int kThreads>
+__device__ __forceinline__ bool is_finite(uint32_t smem_tile) {
+  uint32_t bad = 0;
+  for (int byte = threadIdx.x * kChunkBytes; byte < Tile::kBytes; byte += kThreads * kChunkBytes) {
+    const uint4 chunk = ptx::load_shared_v4(smem_tile + byte);
+    bad |= nonfinite_halves<T>(chunk.x) | nonfinite_halves<T>(chunk.y) |
+           nonfinite_halves<T>(chunk.z) | nonfinite_halves<T>(chunk.w);
+  }
+  return __syncthreads_or(bad != 0) == 0;
+}
+
+// Sets NaN and infinity in a shared tile to zero. Collective over the block; ends synchronised.
+template <typename T, typename Tile, int kThreads>
+__device__ __forceinline__ void zero_nonfinite(uint32_t smem_tile) {
+  __syncthreads();
+  for (int byte = threadIdx.x * 4; byte < Tile::kBytes; byte += kThreads * 4) {
+    const uint32_t pair = ptx::load_shared_u32(smem_tile + byte);
+    ptx::store_shared_u32(smem_tile + byte, pair & ~nonfinite_halves<T>(pair));
+  }
+  __syncthreads();
+}
+
+// Whether this lane's fragments hold NaN or infinity.
+template <int kM, int kN>
+__device__ __forceinline__ bool has_nonfinite(const float (&acc)[kM][kN][4]) {
+  float zero = 0.f;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) zero = fmaf(acc[m][n][i], 0.f, zero);
+  return zero != 0.f;
+}
+
+// Adds the NaN and infinity of a V tile (keys, dims) to the rows of O (16 kM, 8 kD) that see their
+// keys, and to no other. `row` is this lane's first row, `first_key` the tile's first key.
+template <typename T, typename Tile, int kKeys, int kM, int kD>
+__device__ __forceinline__ void spread_nonfinite(float (&out)[kM][kD][4], const BandMask& mask,
+                                                 uint32_t v_tile, int row, int first_key,
+                                                 int lane) {
+#pragma unroll 1
+  for (int key = 0; key < kKeys; ++key)
+#pragma unroll
+    for (int d = 0; d < kD; ++d) {
+      const uint32_t pair = ptx::load_shared_u32(v_tile + Tile::offset(key, d) + lane % 4 * 4);
+      if (nonfinite_halves<T>(pair) == 0) continue;
+      const float2 bad = Element<T>::unpack(pair & nonfinite_halves<T>(pair));
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (mask.sees(row + 16 * m + 8 * h, first_key + key)) {
+            out[m][d][2 * h] += bad.x;
+            out[m][d][2 * h + 1] += bad.y;
+          }
+    }
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,248 @@
+"""The choice of a kernel: a pure function of a made-up table, hardware and problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_ext import dispatch
+from flash_ext.dispatch import Forced, Kernel, Plan
+from flash_ext.problem import Capability, Problem
+
+KIB = 1024
+ARCHS = ("80", "90a", "80+PTX")
+A100, GEFORCE, HOPPER, BLACKWELL = (8, 0), (8, 6), (9, 0), (10, 0)
+LIMIT = {A100: 163 * KIB, GEFORCE: 99 * KIB, HOPPER: 227 * KIB, BLACKWELL: 227 * KIB}
+
+PROBLEM = Problem(
+    *(2, 512, 512, 8, 4, 64, 64),
+    dtype=torch.bfloat16,
+    out_dtype=torch.bfloat16,
+    window=(-1, 0),
+    modifiers=(),
+    deterministic=False,
+)
+
+
+def row(
+    family: str, pass_: str, head_dim: int, block_m: int, smem: int, **more: Any
+) -> dict[str, Any]:
+    """A row as the binding reports it; smem in KiB."""
+    facts = {"family": family, "pass": pass_, "head_dim": head_dim, "block_m": block_m}
+    fixed = {"dtype": "bfloat16", "features": "lean", "block_n": 64, "threads": 128, "stages": 2}
+    return {**facts, **fixed, "smem_bytes": smem * KIB, "deterministic": True, **more}
+
+
+ROWS = [
+    row("sm90", "forward", 64, 192, 180),
+    row("sm80", "forward", 64, 128, 120),
+    row("sm80", "forward", 64, 64, 48),
+    row("sm80", "forward", 64, 64, 64, features="full"),
+    row("sm80", "forward", 128, 128, 96),
+    row("sm90", "backward", 64, 128, 200, deterministic=False),
+    row("sm80", "backward", 64, 64, 90),
+    row("sm80", "backward", 64, 64, 99, features="full"),
+    row("sm80", "forward", 64, 32, 24, dtype="float16"),
+]
+KERNELS = [Kernel.of({**item, "index": index}) for index, item in enumerate(ROWS)]
+
+
+def plan(
+    capability: Capability = HOPPER,
+    *,
+    archs: tuple[str, ...] = ARCHS,
+    forced: Forced | None = None,
+    smem: int | None = None,
+    **change: Any,
+) -> Plan:
+    limit = LIMIT.get(capability, 99 * KIB) if smem is None else smem
+    return dispatch.plan(replace(PROBLEM, **change), KERNELS, archs, capability, limit, forced)
+
+
+def test_first_row_that_serves() -> None:
+    found = plan()
+    assert (found.family, found.tile) == ("sm90", (192, 64))
+    assert found.kernel("forward").index == 0
+    assert found.kernel("backward").index == 5
+    assert found.forward.refused == ()
+
+
+def test_reasons_against_faster_ones() -> None:
+    found = plan(A100)
+    assert found.kernel("forward").index == 1
+    assert len(found.forward.refused) == 1
+    assert "sm90" in found.forward.refused[0]
+    assert "needs compute capability 9.0, not 8.0" in found.forward.refused[0]
+
+
+def test_shared_memory_decides_the_tile() -> None:
+    """D39: the device's limit picks a tile, or there is a clear error."""
+    found = plan(GEFORCE)
+    assert found.kernel("forward").index == 2
+    assert "tile 128 x 64 asks for 122880 bytes of shared memory, 101376 are available" in str(
+        found
+    )
+    small = plan(GEFORCE, smem=40 * KIB)
+    assert small.family is None
+    with pytest.raises(NotImplementedError, match="asks for 49152 bytes of shared memory, 40960"):
+        small.kernel("forward")
+
+
+@pytest.mark.parametrize(("D", "Dv", "index"), [(8, 64, 0), (64, 65, 4), (100, 40, 4), (128, 1, 4)])
+def test_larger_head_dim_decides(D: int, Dv: int, index: int) -> None:
+    assert plan(D=D, Dv=Dv).kernel("forward").index == index
+
+
+def test_head_dim_without_kernel() -> None:
+    found = plan(D=192)
+    with pytest.raises(NotImplementedError, match=r"compiled for head dims up to \[64, 128\]"):
+        found.kernel("forward")
+    with pytest.raises(NotImplementedError, match=r"the backward pass .* head dims up to \[64\]"):
+        found.kernel("backward")
+
+
+@pytest.mark.parametrize("modifier", ["softcap", "alibi_slopes", "attn_bias", "dropout_p"])
+def test_modifiers_need_all_features(modifier: str) -> None:
+    found = plan(modifiers=(modifier,))
+    assert found.kernel("forward").index == 3
+    assert found.kernel("backward").index == 7
+    assert f"sm90, head dims up to 64, lean: does not serve {modifier}" in found.forward.refused
+    with pytest.raises(NotImplementedError, match=f"does not serve {modifier}, .*|the head dim"):
+        plan(modifiers=(modifier,), D=128).kernel("forward")
+
+
+def test_determinism_needs_a_row_for_it() -> None:
+    assert plan(deterministic=True).kernel("backward").index == 6
+    assert plan(deterministic=True).kernel("forward").index == 0
+    forced = plan(deterministic=True, forced=Forced("sm90"))
+    with pytest.raises(NotImplementedError, match="does not serve deterministic=True"):
+        forced.kernel("backward")
+
+
+def test_forward_alone_can_be_served() -> None:
+    found = plan(D=128)
+    assert found.kernel("forward").index == 4
+    assert found.backward.family is None
+    assert "backward none" in str(found)
+
+
+def test_dtype_without_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="no kernel for float32 is compiled"):
+        plan(dtype=torch.float32).kernel("forward")
+    with pytest.raises(NotImplementedError, match="no kernel for float16 is compiled"):
+        plan(dtype=torch.float16).kernel("backward")
+
+
+def test_forced_family() -> None:
+    found = plan(forced=Forced(family="sm80"))
+    assert found.kernel("forward").index == 1
+    assert "forced to family sm80" in found.forward.refused[0]
+    with pytest.raises(NotImplementedError, match=r"needs compute capability 9.0, not 8.0"):
+        plan(A100, forced=Forced(family="sm90")).kernel("forward")
+    lean = [kernel for kernel in KERNELS if kernel.family == "sm80"]
+    without = dispatch.plan(PROBLEM, lean, ARCHS, HOPPER, 227 * KIB, Forced(family="sm90"))
+    with pytest.raises(NotImplementedError, match="forced to family sm90, which this build lacks"):
+        without.kernel("forward")
+
+
+def test_forced_shared_memory_never_exceeds_the_device() -> None:
+    assert plan(forced=Forced(smem_limit=99 * KIB)).kernel("forward").index == 2
+    assert plan(GEFORCE, forced=Forced(smem_limit=227 * KIB)).kernel("forward").index == 2
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        (("80",), (8, 0), True),
+        (("80",), (8, 6), True),
+        (("86",), (8, 0), False),
+        (("86",), (8, 9), True),
+        (("80",), (9, 0), False),
+        (("80+PTX",), (9, 0), True),
+        (("80+PTX",), (12, 0), True),
+        (("90+PTX",), (8, 9), False),
+        (("90a",), (9, 0), True),
+        (("90a",), (10, 0), False),
+        (("100f",), (10, 3), True),
+        (("120",), (12, 1), True),
+        ((), (8, 0), False),
+        (("50+PTX",), (7, 5), False),
+    ],
+)
+def test_generic_family_runs_where_its_code_does(
+    archs: tuple[str, ...], capability: Capability, runs: bool
+) -> None:
+    assert (dispatch.runs_on("sm80", archs, capability) is None) == runs
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        (("90a",), (9, 0), True),
+        (("80", "90a", "80+PTX"), (9, 0), True),
+        (("90",), (9, 0), False),
+        (("90a",), (8, 0), False),
+        (("90a", "80+PTX"), (10, 0), False),
+    ],
+)
+def test_hopper_family_needs_its_own_code(
+    archs: tuple[str, ...], capability: Capability, runs: bool
+) -> None:
+    assert (dispatch.runs_on("sm90", archs, capability) is None) == runs
+
+
+def test_hardware_without_code_is_told_how_to_rebuild() -> None:
+    """D36: the compiled architectures and the way out."""
+    found = plan((12, 0), archs=("80", "90a"))
+    message = (
+        "this build has code for 80, 90a, none for compute capability 12.0: rebuild with "
+        "FLASH_EXT_CUDA_ARCHS=120 pip install ."
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        found.kernel("forward")
+    with pytest.raises(NotImplementedError, match="needs compute capability 8.0 or later, not 7.5"):
+        plan((7, 5)).kernel("forward")
+
+
+def test_build_without_kernels_says_how_to_get_them() -> None:
+    found = dispatch.plan(PROBLEM, [], (), HOPPER, 0, None, "installed without compiled kernels")
+    with pytest.raises(NotImplementedError, match="installed without compiled kernels"):
+        found.kernel("forward")
+
+
+def test_error_and_plan_give_the_same_reasons() -> None:
+    found = plan(D=128, Dv=128, modifiers=("softcap",))
+    with pytest.raises(NotImplementedError) as caught:
+        found.kernel("forward")
+    reasons = [found.forward.reason, *found.forward.refused]
+    assert len(reasons) > 2
+    assert all(reason in str(caught.value) and reason in str(found) for reason in reasons)
+
+
+def test_cpu_plan() -> None:
+    found = dispatch.plan_cpu(PROBLEM)
+    assert (found.family, found.tile, found.target) == ("reference", None, "CPU")
+    with pytest.raises(NotImplementedError, match="only the reference runs"):
+        dispatch.plan_cpu(PROBLEM, Forced(family="sm80"))
+
+
+def test_plan_reads_well() -> None:
+    lines = str(plan(A100, deterministic=True)).splitlines()
+    assert lines[0] == (
+        "q (2, 512, 8, 64), k (2, 512, 4, 64), v (2, 512, 4, 64), bfloat16, window (None, 0), "
+        "deterministic"
+    )
+    assert lines[1] == "on compute capability 8.0"
+    assert lines[2].startswith(
+        "  forward sm80: sm80 lean kernel for head dims up to 64, tile 128 x"
+    )
+    assert lines[3].strip().startswith("not sm90, head dims up to 64, lean: needs compute")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "", "80+SASS", "8"])
+def test_unknown_architecture_of_a_build(arch: str) -> None:
+    with pytest.raises(ValueError, match="compiled architecture"):
+        dispatch.runs_on("sm80", (arch,), HOPPER)

@@ -1,0 +1,321 @@
+"""The operators: what the CUDA one hands to a kernel, and that fake results look like real ones.
+
+The CUDA operator runs here on CPU tensors with a kernel that computes by the reference, and that
+insists on what the binding insists on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_ext import build, dispatch, ops, reference
+from flash_ext.dispatch import Kernel, Plan
+from flash_ext.problem import Problem
+from flash_ext.testing.cases import MEMORY, Case, Inputs, make_inputs
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class FakeExtension:
+    """Kernels that compute by the reference; keeps the arguments of the last call."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+
+    def forward(
+        self, kernel: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        sinks: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
+    ) -> None:  # fmt: skip
+        self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "out": out, "sinks": sinks}
+        self._insist(q, k, v, out, floats=(lse, sinks))
+        plain = {"softmax_scale": scale, "window_left": left, "window_right": right, "bhsd": bhsd}
+        result = reference.forward(q, k, v, sinks=sinks, out_dtype=out.dtype, **plain)
+        for target, values in zip((out, lse), result, strict=True):
+            target.copy_(values)
+
+    def backward(
+        self, kernel: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, lse: Tensor, delta: Tensor, dq_accum: Tensor | None, dq: Tensor | None,
+        dk: Tensor | None, dv: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
+        deterministic: bool,
+    ) -> None:  # fmt: skip
+        self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "dq_accum": dq_accum, "dout": dout}
+        self.last |= {"deterministic": deterministic, "dq": dq, "dk": dk, "dv": dv}
+        assert len({q.dtype, out.dtype, dout.dtype}) == 1
+        self._insist(q, k, v, out, dout, floats=(lse, dlse, delta, dq_accum))
+        assert (dq is None) == (dq_accum is None)
+        assert dq_accum is None or dq_accum.shape == (*lse.shape, q.shape[-1])
+        plain = {"softmax_scale": scale, "window_left": left, "window_right": right, "bhsd": bhsd}
+        gradients = reference.backward(dout, dlse, q, k, v, out, lse, **plain)
+        rows = (dout.float() * out).sum(-1)
+        delta.copy_((rows if bhsd else rows.transpose(1, 2)) - (0 if dlse is None else dlse))
+        for target, values in zip((dq, dk, dv), gradients, strict=False):
+            if target is not None:
+                assert target.is_contiguous()
+                target.copy_(values)
+
+    def _insist(self, *tensors: Tensor, floats: tuple[Tensor | None, ...]) -> None:
+        for x in tensors:
+            rows = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+            steps = [stride for size, stride in rows if size > 1]
+            assert x.shape[-1] % 8 == 0
+            assert x.stride(-1) == 1
+            assert all(step * x.element_size() % 16 == 0 for step in (*steps, x.storage_offset()))
+        for y in floats:
+            assert y is None or (y.is_contiguous() and y.dtype == torch.float32)
+
+
+ROW = {
+    "family": "sm80", "features": "lean", "head_dim": 128, "block_m": 128, "block_n": 64,
+    "threads": 128, "stages": 2, "smem_bytes": 98304,
+}  # fmt: skip
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeExtension]:
+    """A build whose forward serves all of both halves, and whose backward is not deterministic."""
+    rows = [
+        {**ROW, "pass": pass_, "dtype": dtype, "deterministic": pass_ == "forward"}
+        for pass_, dtype in product(dispatch.PASSES, ("float16", "bfloat16"))
+    ]
+    kernels = [Kernel.of({**row, "index": index}) for index, row in enumerate(rows)]
+
+    def plan_on(device: torch.device, problem: Problem) -> Plan:
+        return dispatch.plan(problem, kernels, ("80",), (8, 0), 163 * 1024, dispatch.in_force)
+
+    fake = FakeExtension()
+    monkeypatch.setattr(build, "extension", lambda: fake)
+    monkeypatch.setattr(ops, "plan_on", plan_on)
+    ops._launches.clear()
+    yield fake
+    ops._launches.clear()
+
+
+def both_passes(
+    inputs: Inputs, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> dict[str, Tensor]:
+    """out, lse and all gradients by two implementations of the operators."""
+    private = inputs.private()
+    out, lse = forward(inputs.q, inputs.k, inputs.v, **private, out_dtype=inputs.out_dtype)
+    gradients = backward(
+        inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse,
+        (True, True, True, False, inputs.sinks is not None), **private,
+    )  # fmt: skip
+    names = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
+    return dict(zip(names, (out, lse, *gradients), strict=True))
+
+
+def cuda_and_reference(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def forward(*args: Any, **more: Any) -> Any:
+        return reference.forward(*args, **more)
+
+    def backward(*args: Any, **more: Any) -> Any:
+        *tensors, want = args
+        names = ("want_dq", "want_dk", "want_dv", "want_dbias", "want_dsinks")
+        return reference.backward(*tensors, **dict(zip(names, want, strict=True)), **more)
+
+    return both_passes(inputs, ops._forward_cuda, ops._backward_cuda), both_passes(
+        inputs, forward, backward
+    )
+
+
+def hold_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].stride() == value.stride(), name
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(("D", "Dv"), [(64, None), (33, 8), (40, 59), (5, 1)])
+def test_cuda_operator_makes_inputs_readable(
+    D: int, Dv: int | None, memory: str, layout: str, extension: FakeExtension
+) -> None:
+    """D12, D25: any strides and head dims; copied only where kernels cannot read in place."""
+    case = Case(
+        seqlen_q=9, seqlen_k=13, heads_q=4, head_dim=D, head_dim_v=Dv, dtype=torch.bfloat16,
+        causal=True, layout=layout, memory=memory, lse_gradient=True, sinks=torch.float16,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    found, expected = cuda_and_reference(inputs)
+    hold_equal(found, expected)
+    in_place = memory not in ("strided", "offset") and D % 8 == 0
+    assert (extension.last["q"].data_ptr() == inputs.q.data_ptr()) == in_place
+    assert extension.last["q"].shape[-1] == -(-D // 8) * 8
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_cuda_operator_casts(dtype: torch.dtype, extension: FakeExtension) -> None:
+    """out_dtype float32 and a dout of any dtype; kernels get halves in backward."""
+    case = Case(seqlen_q=9, seqlen_k=5, dtype=dtype, out_dtype=torch.float32, lse_gradient=True)
+    inputs = make_inputs(case)
+    found, expected = cuda_and_reference(inputs)
+    assert found["out"].dtype == torch.float32
+    for name in ("out", "lse"):
+        torch.testing.assert_close(found[name], expected[name])
+    for name in ("dq", "dk", "dv"):  # dout and out are rounded before the kernel sees them
+        torch.testing.assert_close(found[name], expected[name], atol=0.05, rtol=0.05)
+
+
+DOUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda x: x.new_ones(()).expand(x.shape),
+    "permuted": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every_second_batch": lambda x: torch.stack((x, x), 1).flatten(0, 1)[::2],
+    "strided": lambda x: torch.stack((x, x), -1)[..., 0],
+    "offset": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "float32": lambda x: x.float(),
+    "float64": lambda x: x.double(),
+}
+
+
+@pytest.mark.parametrize("name", DOUT)
+def test_any_dout(name: str, extension: FakeExtension) -> None:
+    """D11: the layout and dtype of the incoming gradient do not matter."""
+    inputs = make_inputs(Case(batch=2, seqlen_q=9, seqlen_k=9, dtype=torch.float16))
+    assert inputs.dout is not None
+    dout = DOUT[name](inputs.dout)
+    plain = dout.half().clone(memory_format=torch.contiguous_format)
+    out, lse = ops._forward_cuda(inputs.q, inputs.k, inputs.v)
+    rest = (None, inputs.q, inputs.k, inputs.v, out, lse, (True, True, True, False, False))
+    for found, expected in zip(
+        ops._backward_cuda(dout, *rest), ops._backward_cuda(plain, *rest), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("want", list(product((False, True), repeat=3)))
+def test_cuda_operator_asks_for_what_is_wanted(
+    want: tuple[bool, bool, bool], extension: FakeExtension
+) -> None:
+    """Gradients that nobody asked for are neither allocated nor computed."""
+    inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16))
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    out, lse = ops._forward_cuda(q, k, v)
+    sinks = torch.zeros(2, dtype=torch.float16)
+    found = ops._backward_cuda(dout, None, q, k, v, out, lse, (*want, False, want[0]), sinks=sinks)
+    assert [x.numel() > 0 for x in found] == [*want, False, want[0]]
+    for name, wanted in zip(("dq", "dk", "dv"), want, strict=True):
+        assert (extension.last[name] is not None) == wanted
+    assert (extension.last["dq_accum"] is not None) == want[0]
+    assert len({x.data_ptr() for x in found if x.numel()}) == sum(want) + want[0]
+
+
+def test_kernel_of_the_dtype_is_called(extension: FakeExtension) -> None:
+    for index, dtype in enumerate(HALVES):
+        inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=dtype))
+        out, lse = ops._forward_cuda(inputs.q, inputs.k, inputs.v)
+        assert extension.last["kernel"] == index
+        ops._backward_cuda(
+            inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse, (True,) * 3 + (False,) * 2
+        )
+        assert extension.last["kernel"] == index + 2
+
+
+def test_unserved_calls_never_reach_a_kernel(extension: FakeExtension) -> None:
+    inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16))
+    q, k, v = inputs.q, inputs.k, inputs.v
+    with pytest.raises(NotImplementedError, match="forward pass .*\n.* does not serve softcap"):
+        ops._forward_cuda(q, k, v, softcap=5.0)
+    with pytest.raises(NotImplementedError, match="backward pass .*\n.*deterministic=True"):
+        ops._forward_cuda(q, k, v, deterministic=True)
+    assert not extension.last
+    out, lse = ops._forward_cuda(q, k, v, deterministic=False)
+    with pytest.raises(NotImplementedError, match="deterministic=True"):
+        ops._backward_cuda(inputs.dout, None, q, k, v, out, lse, (True,) * 5, deterministic=True)
+
+
+def test_arguments_are_checked_once(
+    extension: FakeExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second call with the same shapes, strides, dtypes and flags builds nothing."""
+    checks = []
+    check = ops.of_tensors
+
+    def counted(*args: Any, **more: Any) -> Problem:
+        checks.append(args)
+        return check(*args, **more)
+
+    monkeypatch.setattr(ops, "of_tensors", counted)
+    inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16))
+    q, k, v = inputs.q, inputs.k, inputs.v
+    for _ in range(3):
+        ops._forward_cuda(q, k, v)
+    assert len(checks) == 1
+    ops._forward_cuda(q, k, v, window_right=0)
+    ops._forward_cuda(q[:, :3], k, v)
+    ops._forward_cuda(q, k, v, sinks=torch.zeros(2))
+    assert len(checks) == 4
+    with pytest.raises(TypeError):
+        ops._forward_cuda(q, k.bfloat16(), v)
+    with pytest.raises(TypeError):
+        ops._forward_cuda(q, k.bfloat16(), v)
+
+
+def test_cache_of_launches_is_bounded(
+    extension: FakeExtension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "MOST_LAUNCHES", 3)
+    for length in range(1, 9):
+        inputs = make_inputs(Case(seqlen_q=length, seqlen_k=4, dtype=torch.float16))
+        ops._forward_cuda(inputs.q, inputs.k, inputs.v)
+        assert 1 <= len(ops._launches) <= 3
+
+
+def described(tensors: tuple[Tensor, ...]) -> list[tuple[Any, ...]]:
+    return [(tuple(x.shape), x.stride(), x.dtype) for x in tensors]
+
+
+@pytest.mark.parametrize("where", ["meta", "fake"])
+@pytest.mark.parametrize("memory", ["contiguous", "transposed", "strided"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("sizes", [(9, 13), (0, 3), (3, 0)])
+def test_fake_results_look_like_real_ones(
+    sizes: tuple[int, int], layout: str, memory: str, where: str, device: torch.device
+) -> None:
+    """D24: shape, stride and dtype of every result, of both operators."""
+    modifiers: dict[str, Any] = {"bias": "hk", "alibi": "bh"} if device.type == "cpu" else {}
+    case = Case(
+        seqlen_q=sizes[0], seqlen_k=sizes[1], heads_q=4, head_dim=16, head_dim_v=24,
+        dtype=torch.float16, layout=layout, memory=memory, sinks=torch.bfloat16,
+        out_dtype=torch.float32, lse_gradient=True, **modifiers,
+    )  # fmt: skip
+    inputs = make_inputs(case, device)
+
+    def run(move: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        def moved(x: Any) -> Any:
+            return move(x) if isinstance(x, Tensor) else x
+
+        q, k, v = (moved(x) for x in (inputs.q, inputs.k, inputs.v))
+        private = {name: moved(x) for name, x in inputs.private().items()}
+        out, lse = ops.forward(q, k, v, **private, out_dtype=torch.float32)
+        want = (True, False, True, "bias" in modifiers, True)
+        dout, dlse = moved(inputs.dout), moved(inputs.dlse)
+        return out, lse, *ops.backward(dout, dlse, q, k, v, out, lse, want, **private)
+
+    real = run(lambda x: x)
+    if where == "meta":
+        pretended = run(lambda x: x.to("meta"))
+    else:
+        with FakeTensorMode() as mode:
+            pretended = run(mode.from_tensor)
+    assert described(pretended) == described(real)
+
+
+def test_operators_are_pure_and_seeded() -> None:
+    assert torch.Tag.nondeterministic_seeded in ops.forward.tags
+    assert not ops.forward._schema.is_mutable
+    assert not ops.backward._schema.is_mutable
+
+
+def test_other_tensors_are_refused() -> None:
+    x = torch.ones(1, 2, 1, 8).to_sparse()
+    with pytest.raises(NotImplementedError, match=r"q is a torch.sparse_coo tensor on cpu, expec"):
+        ops.forward(x, x, x)
