@@ -6,8 +6,9 @@
 #   make lint      ruff, mypy and clang-format; make format lets them write
 #   make device    the extension in place, for another Python or fewer kernels:
 #                  DEVICE_PYTHON=python3.12 HEAD_DIMS=64,128 ARCHS=90a
-#   make gpu-test  FAMILY=sm80 SHARD=1/1: the recorded run on a GPU; gpu-record-check names the
-#                  families that have to run again
+#   make gpu-test  FAMILY=sm80 SHARD=1/1: the recorded run on a GPU. SANITIZER=memcheck runs the
+#                  small tests under that tool, OUT_JSON=file records elsewhere;
+#                  gpu-record-check names the families that have to run again
 #   make sass      registers, memory and instructions of every built kernel
 #   make ncu       PROFILE_ARGS="--pass backward": the hardware's counters of one kernel
 
@@ -26,6 +27,8 @@ TRAIN_ARGS ?=
 PROFILE_ARGS ?=
 FAMILY ?= sm80
 SHARD ?= 1/1
+SANITIZER ?=
+OUT_JSON ?=
 HEAD_DIMS ?=
 ARCHS ?=
 
@@ -57,7 +60,9 @@ $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 test: install
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
 
-# From docs, where the installed package is what `import flash_ext` finds.
+# From docs, where the installed package is what `import flash_ext` finds. Threads that sleep while
+# they wait train a little slower alone, and several times faster beside other work.
+demo: export OMP_WAIT_POLICY := PASSIVE
 demo: install
 	cd docs && ../$(VENV)/bin/python -m flash_ext
 	$(VENV)/bin/python docs/examples/train_gpt.py $(TRAIN_ARGS)
@@ -89,7 +94,8 @@ device: $(DEVICE_VENV)/.made
 	du -h flash_ext/_C*.so
 
 gpu-test:
-	$(RUN) -m flash_ext.testing.record run --family $(FAMILY) --shard $(SHARD)
+	$(RUN) -m flash_ext.testing.record run --family $(FAMILY) --shard $(SHARD) \
+	  $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(if $(OUT_JSON),--out '$(OUT_JSON)')
 
 gpu-record-check:
 	$(RUN) -m flash_ext.testing.record check

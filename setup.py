@@ -238,14 +238,14 @@ class Plan:
         self.kernel_dir = BUILD / "kernels" / "_".join(archs)
         self.python_dir = BUILD / sys.implementation.cache_tag
         self.generated = self.python_dir / "generated"
-        self.write_build_info(version)
+        self.write_build_facts(version)
         self.units = [*self.kernel_units(), *self.binding_units()]
         objects = [str(unit.object) for unit in self.units]
         self.link = [*self.tools.command, *LINK_FLAGS, *self.tools.libraries, *objects]
         facts = (objects, LINK_FLAGS, self.tools.identity)
         self.library = keyed(self.python_dir / "_C.so", *facts)
 
-    def write_build_info(self, version: str) -> None:
+    def write_build_facts(self, version: str) -> None:
         """The header by which the binary knows what it was built from."""
         digests = digest.digests(CSRC)
         facts = {
@@ -253,12 +253,12 @@ class Plan:
             "ARCHS": ";".join(self.archs),
             "NVCC": self.tools.version,
             "FLAGS": shlex.join([*FLAGS, *self.kernel_flags]),
-            "HEAD_DIMS_STR": ";".join(map(str, self.head_dims)),
+            "HEAD_DIMS": ";".join(map(str, self.head_dims)),
             "DIGESTS": ";".join(f"{name}={value}" for name, value in digests.items()),
         }
         lines = [f"#define FLASH_EXT_{name} {json.dumps(text)}" for name, text in facts.items()]
         self.generated.mkdir(parents=True, exist_ok=True)
-        (self.generated / "build_info.h").write_text("\n".join(["#pragma once", *lines, ""]))
+        (self.generated / "build_facts.h").write_text("\n".join(["#pragma once", *lines, ""]))
 
     def kernel_units(self) -> Iterator[Unit]:
         """Objects that know no Python."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -30,6 +29,7 @@ from bench.check import complaint, errors, slice_oracle
 from bench.providers import DEFAULT, PROVIDERS, Pass, Provider, make_inputs
 from bench.schema import Cell, Environment, Result, Row
 from flash_ext.testing import timing
+from flash_ext.testing.machine import driver_version
 
 MATMUL = "matmul"
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
@@ -42,7 +42,7 @@ def environment(device: torch.device) -> Environment:
     return Environment(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         card=torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
-        driver=_driver() if cuda else "none",
+        driver=driver_version() if cuda else "none",
         torch=torch.__version__,
         cudnn=str(torch.backends.cudnn.version()) if cuda else "none",
         flash_ext=build.version,
@@ -50,15 +50,6 @@ def environment(device: torch.device) -> Environment:
         nvcc=build.nvcc or "none",
         digest=build.digests.get("csrc", "none"),
     )
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
-        return found.stdout.split()[0]
-    except (OSError, IndexError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def run_cell(

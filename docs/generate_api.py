@@ -49,12 +49,17 @@ def find(module: str, name: str) -> tuple[str, Definition] | None:
     """Source text and node of a function or class, followed through imports; None for others."""
     source = module_path(module).read_text(encoding="utf-8")
     for node in ast.parse(source).body:
-        if isinstance(node, Definition) and node.name == name:
+        if isinstance(node, Definition) and node.name == name and not is_overload(node):
             return source, node
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
             # A package imports its submodules from itself.
             return find(node.module, name) if node.module not in (None, module) else None
     return None
+
+
+def is_overload(node: Definition) -> bool:
+    """Whether it only tells type checkers about the definition that follows."""
+    return "overload" in [ast.unparse(decorator) for decorator in node.decorator_list]
 
 
 def signature(source: str, node: Definition) -> str:

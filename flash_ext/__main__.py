@@ -11,8 +11,6 @@ import argparse
 import importlib.util
 import itertools
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +24,7 @@ import flash_ext
 from flash_ext import build
 from flash_ext.testing import numeric, timing
 from flash_ext.testing.cases import Case, make_inputs
+from flash_ext.testing.machine import driver_version
 from flash_ext.testing.timing import Call
 
 CASES = {
@@ -68,21 +67,11 @@ def environment() -> Iterator[str]:
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
         yield f"no usable GPU (torch is built for: {built})"
         return
-    yield f"torch's CUDA {torch.version.cuda}, driver {driver()}"
+    yield f"torch's CUDA {torch.version.cuda}, driver {driver_version()}"
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
         yield f"GPU {index}: {name}, compute capability {major}.{minor}"
-
-
-def driver() -> str:
-    """Version of the NVIDIA driver, as nvidia-smi gives it."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-    return answer[0] if answer else "unknown"
 
 
 def plans() -> Iterator[str]:

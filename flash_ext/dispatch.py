@@ -47,7 +47,7 @@ class Kernel:
 
     def __str__(self) -> str:
         return (
-            f"{self.family} {self.features} kernel for head dims up to {self.head_dim}, "
+            f"{self.features} kernel for head dims up to {self.head_dim}, "
             f"tile {self.block_m} x {self.block_n}, {self.stages} stages, {self.threads} threads, "
             f"{self.smem_bytes / 1024:.0f} KiB of shared memory"
         )
@@ -147,10 +147,10 @@ def runs_on(family: str, archs: Iterable[str], capability: Capability) -> str | 
         return f"needs compute capability 8.0 or later, not {shown}"
     elif any(_covers(arch, capability) for arch in archs):
         return None
+    needed = "90a" if capability == (9, 0) else "{}{}".format(*capability)
     return (
         f"this build has code for {', '.join(archs) or 'no architecture'}, none for compute "
-        f"capability {shown}: rebuild with FLASH_EXT_CUDA_ARCHS="
-        f"{'90a' if family == 'sm90' else '{}{}'.format(*capability)} pip install ."
+        f"capability {shown}: rebuild with FLASH_EXT_CUDA_ARCHS={needed} pip install ."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +12,38 @@ from flash_ext.autograd import record
 from flash_ext.dispatch import Plan
 from flash_ext.problem import NO_WINDOW, Capability, WindowSize
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `attention` that do not decide the type of its result."""
+
+    causal: bool
+    softmax_scale: float | None
+    window_size: WindowSize
+    softcap: float
+    alibi_slopes: Tensor | None
+    attn_bias: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    deterministic: bool | None
+    out_dtype: torch.dtype | None
+    layout: str
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -40,8 +71,12 @@ def attention(
 
     The algorithm is FlashAttention-2 (Dao, arXiv:2307.08691, section 3.1, algorithms 1 and 2): one
     pass over the keys with a running softmax (Milakov and Gimelshein, arXiv:1805.02867), and a
-    backward pass that computes the scores again from the saved log-sum-exp. Extra memory is linear
-    in the sequence length. CPU tensors run the same algorithm in PyTorch operations.
+    backward pass that computes the scores again from the saved log-sum-exp. CPU tensors run the
+    same algorithm in PyTorch operations.
+
+    Extra memory is linear in the sequence length. Forward: lse alone, fp32 (B, Hq, Sq). Backward on
+    CUDA, while it runs: as much again and, where q has a gradient, dq in fp32, its rows padded to a
+    multiple of 16 columns. On CPU: the same, and a few tiles.
 
     Args:
         q: (B, Sq, Hq, D). On CUDA float16 or bfloat16, on CPU also float32 and float64. Under

@@ -42,6 +42,7 @@ _BACKWARD = (  # want: which of dq, dk, dv, dbias and dsinks
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # one that is not wanted: shape (0,)
 ALIGNMENT = 16  # bytes: kernels read rows in pieces of this size
 HEAD_DIM_STEP = 8  # kernels read head dims that are multiples of this
+DQ_STEP = 16  # and add up dQ in rows of this many columns, or a multiple
 MOST_LAUNCHES = 4096
 
 
@@ -218,7 +219,11 @@ def _backward_cuda(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> Gradients:
-    """Gradients by a kernel. Workspace: fp32 (B, Hq, Sq), and (B, Hq, Sq, D) where dq is wanted."""
+    """Gradients by a kernel.
+
+    Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (B, Hq, Sq, D rounded up to
+    16). Tensors that kernels cannot read in place are copied.
+    """
     deterministic = bool(deterministic)
     launch = launch_of(
         q, k, v, attn_bias, alibi_slopes, sinks,
@@ -232,8 +237,7 @@ def _backward_cuda(
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous()
     delta = torch.empty_like(lse)
-    # fp32 dQ, whose rows the kernels keep in blocks of 16 columns
-    dq_accum = lse.new_empty((*lse.shape, -(-q.shape[-1] // 16) * 16)) if want_dq else None
+    dq_accum = lse.new_empty((*lse.shape, _rounded_up(D, DQ_STEP))) if want_dq else None
     dq = q.new_empty(q.shape) if want_dq else None
     dk = k.new_empty(k.shape) if want_dk else None
     dv = v.new_empty(v.shape) if want_dv else None
@@ -270,9 +274,13 @@ def _readable(x: Tensor) -> Tensor:
     if _has_readable_layout(x) and x.data_ptr() % ALIGNMENT == 0:
         return x
     D = x.shape[-1]
-    wide = x.new_zeros((*x.shape[:-1], -(-D // HEAD_DIM_STEP) * HEAD_DIM_STEP))
+    wide = x.new_zeros((*x.shape[:-1], _rounded_up(D, HEAD_DIM_STEP)))
     wide[..., :D].copy_(x)
     return wide
+
+
+def _rounded_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

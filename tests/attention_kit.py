@@ -6,7 +6,9 @@ the reasons that `explain` gives. Everything else has to be served: there, a ref
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import flash_ext
 from flash_ext.testing import numeric
 from flash_ext.testing.cases import Case, Inputs, make_inputs, poison_allocator
 
+T = TypeVar("T")
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "attn_bias", "dsinks": "sinks"}
 torch.set_num_threads(1)  # many small tensors: threads cost more than they bring
 
@@ -52,11 +55,9 @@ def require_served(inputs: Inputs, deterministic: bool = False) -> None:
 
 def attend(inputs: Inputs, **arguments: object) -> tuple[Tensor, Tensor]:
     """out and lse of the public function."""
-    result = flash_ext.attention(
+    return flash_ext.attention(
         inputs.q, inputs.k, inputs.v, return_lse=True, **{**inputs.public(), **arguments}
     )
-    assert isinstance(result, tuple)
-    return result
 
 
 def run(inputs: Inputs, **arguments: object) -> Outcome:
@@ -80,6 +81,19 @@ def run(inputs: Inputs, **arguments: object) -> Outcome:
     names = {source: name for name, source in GRADIENTS.items()}
     by_name = {names[leaf]: g for leaf, g in zip(leaves, gradients, strict=True)}
     return Outcome(out.detach(), lse.detach(), by_name)
+
+
+def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of a call, warmed up on a side stream, and the results that each replay fills."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
 
 
 def hold(inputs: Inputs, found: Outcome) -> dict[str, float]:

@@ -60,6 +60,7 @@ def test_build_info() -> None:
 
 
 def test_imports_without_torch() -> None:
+    """D35: a binary of another torch died with an undefined symbol; this one needs none."""
     script = f"""
         import importlib.machinery, importlib.util, sys
         sys.modules["torch"] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import struct
 import sys
 import zlib
@@ -70,11 +71,8 @@ def test_edit_rebuilds_what_reads_the_file(tree: Tree) -> None:
     tree.build()
     instance = instances(64)[0]
     with (tree.root / instance).open("a") as file:
-        file.write("// more\n")
-    made = tree.build()
-    assert instance in made
-    assert not set(instances(64, 128)) - {instance} & set(made)
-    assert "link" in made
+        file.write("int more;\n")
+    assert tree.build() == ["csrc/binding/build_info.cpp", instance, "link"]
 
     with (tree.root / "csrc/common/instance.h").open("a") as file:
         file.write("// more\n")
@@ -309,10 +307,12 @@ def binary() -> Path:
     return Path(module.__file__)
 
 
-def test_binary_needs_no_torch_and_no_cuda(binary: Path) -> None:
+def test_binary_needs_only_the_system(binary: Path) -> None:
+    """One binary serves every torch, and imports where there is no driver."""
     needed = needed_libraries(binary)
     assert any(name.startswith("libc.so") for name in needed)
-    assert not [name for name in needed if "torch" in name or "c10" in name or "cuda" in name]
+    system = r"lib(stdc\+\+|m|gcc_s|c|pthread|dl|rt)\.so(\.\d+)*|ld-linux.*"
+    assert not [name for name in needed if not re.fullmatch(system, name)]
 
 
 def test_binary_fits_the_wheel(binary: Path) -> None:

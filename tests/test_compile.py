@@ -125,6 +125,8 @@ def test_compiled_equals_eager(call: Call, device: torch.device) -> None:
 
 def test_inductor(device: torch.device) -> None:
     """The default backend, with work before and behind; it may choose other strides for both."""
+    if device.type == "cpu" and " " in torch.__file__:
+        pytest.skip("PyTorch's inductor cannot link against libraries in a path with a space")
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = attention(

@@ -236,9 +236,7 @@ def test_plan_reads_well() -> None:
         "deterministic"
     )
     assert lines[1] == "on compute capability 8.0"
-    assert lines[2].startswith(
-        "  forward sm80: sm80 lean kernel for head dims up to 64, tile 128 x"
-    )
+    assert lines[2].startswith("  forward sm80: lean kernel for head dims up to 64, tile 128 x")
     assert lines[3].strip().startswith("not sm90, head dims up to 64, lean: needs compute")
 
 

@@ -10,14 +10,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attention_kit import assert_bit_equal, attend, hold, require_served, run
+from attention_kit import assert_bit_equal, attend, capture, hold, require_served, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,7 +111,7 @@ def test_d21_tensor_left_on_the_cpu_is_refused(name: str) -> None:
     torch.cuda.synchronize()
 
 
-# Streams and graphs
+# Streams and graphs; replays with other inputs are in test_graphs.py
 
 
 @pytest.mark.gpu
@@ -156,36 +156,6 @@ def test_d22_gradient_straight_from_a_product() -> None:
         assert_all_bit_equal(found, results[0])
 
 
-def captured(call: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A graph of a call, and the tensors that each replay fills."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 33])
-def test_d22_graph_replay_reads_new_inputs(head_dim: int) -> None:
-    """D22: capture failed, or replay gave the captured call's results again."""
-    case = replace(SMALL, head_dim=head_dim, causal=True, lse_gradient=True, sinks=torch.float32)
-    inputs = make_inputs(case, torch.device("cuda")).requires_grad_()
-    graph, results = captured(lambda: gradients_of(inputs))
-    for seed in (1, 2):
-        fresh = make_inputs(replace(case, seed=seed), torch.device("cuda"))
-        with torch.no_grad():
-            for name in (*LEAVES, "dout", "dlse", "sinks"):
-                getattr(inputs, name).copy_(getattr(fresh, name))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_all_bit_equal(results, gradients_of(fresh))
-
-
 @pytest.mark.gpu
 def test_d23_dropout_in_a_graph() -> None:
     """D23: capture failed because the seed was read on the host; replays repeated one mask."""
@@ -198,7 +168,7 @@ def test_d23_dropout_in_a_graph() -> None:
         out, _ = attend(inputs)
         return [out, *torch.autograd.grad(out, leaves, inputs.dout)]
 
-    graph, (out, _, _, dv) = captured(call)
+    graph, (out, _, _, dv) = capture(call)
     outs = []
     for _ in range(3):
         graph.replay()
@@ -303,29 +273,16 @@ def test_d28_mixed_dtypes(
 
 # The binary and the hardware
 
-IMPORTS = {
-    "extension first": "import flash_ext._C, torch, flash_ext; flash_ext.build_info()",
-    "without torch": """
-import importlib.machinery, importlib.util, sys
-loader = importlib.machinery.ExtensionFileLoader("flash_ext._C", sys.argv[1])
-spec = importlib.util.spec_from_loader("flash_ext._C", loader)
-module = importlib.util.module_from_spec(spec)
-loader.exec_module(module)
-assert module.kernels() and module.build_info()
-assert "torch" not in sys.modules
-""",
-}
 
-
-@pytest.mark.parametrize("order", IMPORTS)
-def test_d35_import_needs_no_torch_library(order: str, tmp_path: Path) -> None:
+def test_d35_extension_may_come_first(tmp_path: Path) -> None:
     """D35: a binary of another torch died with an undefined symbol; this one needs none."""
     module = extension()
     if module is None:
         pytest.skip("flash_ext._C is not built")
     assert module.__file__ is not None
     environment = dict(os.environ, PYTHONPATH=str(Path(module.__file__).parents[1]))
-    command = [sys.executable, "-c", IMPORTS[order], module.__file__]
+    code = "import flash_ext._C, torch, flash_ext; flash_ext.build_info()"
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -306,22 +305,3 @@ def test_no_large_file() -> None:
 def test_no_built_file() -> None:
     built = {".so", ".o", ".a", ".whl", ".cubin", ".ptx", ".pyc", ".pt", ".npy"}
     assert not [str(path) for path in FILES if path.suffix in built]
-
-
-def needed_libraries(binary: Path) -> set[str]:
-    readelf = shutil.which("readelf")
-    if readelf is None:
-        pytest.skip("readelf (binutils) is not installed")
-    text = subprocess.run([readelf, "-dW", binary], check=True, capture_output=True, text=True)
-    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", text.stdout))
-
-
-def test_binary_needs_only_the_system() -> None:
-    """One binary serves every torch, and imports where there is no driver."""
-    spec = find_spec("flash_ext._C")
-    if spec is None or spec.origin is None:
-        pytest.skip("flash_ext._C is not built")
-    system = r"lib(stdc\+\+|m|gcc_s|c|pthread|dl|rt)\.so(\.\d+)*|ld-linux.*"
-    foreign = [name for name in needed_libraries(Path(spec.origin))
-               if not re.fullmatch(system, name)]  # fmt: skip
-    assert not foreign, f"{spec.origin} links {foreign}"

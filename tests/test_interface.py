@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_ext
+from flash_ext import interface
 from flash_ext.testing import forced
 from flash_ext.testing.cases import Case, make_inputs
 
@@ -129,6 +131,16 @@ def test_lse_dtype_and_default_result(device: torch.device) -> None:
     if device.type == "cpu":
         _, lse = flash_ext.attention(q.double(), k.double(), v.double(), return_lse=True)
         assert lse.dtype == torch.float64
+
+
+def test_typed_options_are_the_arguments() -> None:
+    """What type checkers are told is what the function takes."""
+    keywords = {
+        name
+        for name, parameter in inspect.signature(flash_ext.attention).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert keywords == {*interface.Options.__annotations__, "return_lse"}
 
 
 # Dropout

@@ -10,8 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "binding/build_info.h"
 #include "binding/tensor.h"
-#include "build_info.h"
 #include "common/device.h"
 #include "common/error.h"
 #include "launch.h"
@@ -168,7 +168,7 @@ void launch(int32_t index, const Shape& shape, int32_t device, Enqueue enqueue) 
   std::string message = kernel_text(index) + " failed on cuda:" + std::to_string(device) + " for " +
                         shape_text(shape) + ": " + error_text(error);
   if (is_missing_code(error)) {
-    message += "; this build holds code for " FLASH_EXT_ARCHS
+    message += std::string("; this build holds code for ") + kBuildInfo.archs +
                ": rebuild with FLASH_EXT_CUDA_ARCHS naming the device's architecture (for example "
                "FLASH_EXT_CUDA_ARCHS=86 for compute capability 8.6)";
   }
@@ -263,9 +263,9 @@ void backward(int32_t index, py::handle dout_object, py::handle dlse_object, py:
   if (!dlse_object.is_none()) params.dlse = read_floats("dlse", dlse_object, rows, q).floats();
   params.delta = read_floats("delta", delta_object, rows, q).floats();
   if (!dq_accum_object.is_none()) {
-    const Tensor dq_accum =
-        read_floats("dq_accum", dq_accum_object,
-                    {shape.batch, shape.heads_q, shape.seqlen_q, (shape.head_dim + 15) / 16 * 16}, q);
+    const Tensor dq_accum = read_floats(
+        "dq_accum", dq_accum_object,
+        {shape.batch, shape.heads_q, shape.seqlen_q, (shape.head_dim + 15) / 16 * 16}, q);
     expect_aligned_rows(dq_accum);
     params.dq_accum = dq_accum.floats();
   }
@@ -311,17 +311,17 @@ py::list kernels() {
 py::dict build_info() {
   const auto split = [](const char* text) { return py::str(text).attr("split")(";"); };
   py::list head_dims;
-  for (py::handle dim : split(FLASH_EXT_HEAD_DIMS_STR)) head_dims.append(py::int_(py::str(dim)));
+  for (py::handle dim : split(kBuildInfo.head_dims)) head_dims.append(py::int_(py::str(dim)));
   py::dict digests;
-  for (py::handle entry : split(FLASH_EXT_DIGESTS)) {
+  for (py::handle entry : split(kBuildInfo.digests)) {
     const py::tuple parts = entry.attr("partition")("=");
     digests[parts[0]] = parts[2];
   }
   py::dict info;
-  info["version"] = FLASH_EXT_VERSION;
-  info["archs"] = split(FLASH_EXT_ARCHS);
-  info["nvcc"] = FLASH_EXT_NVCC;
-  info["flags"] = FLASH_EXT_FLAGS;
+  info["version"] = kBuildInfo.version;
+  info["archs"] = split(kBuildInfo.archs);
+  info["nvcc"] = kBuildInfo.nvcc;
+  info["flags"] = kBuildInfo.flags;
   info["head_dims"] = head_dims;
   info["digests"] = digests;
   return info;

@@ -51,11 +51,12 @@ __device__ __forceinline__ void to_operand(uint32_t (&a)[kM][kN / 2][4],
 }
 
 // acc (16 kM, 8 kN) += A (16 kM, 16 kK) . B (8 kN, 16 kK)^T, both from rows of shared memory.
-template <typename T, int kK, int kM, int kN, typename TileA, typename TileB>
+// Unrolling fewer than kK steps keeps fragments from being fetched so far ahead that they spill.
+template <typename T, int kK, int kUnroll = kK, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void gemm_rows_rows(float (&acc)[kM][kN][4],
                                                const LaneOffsets<TileA>& a_rows,
                                                const LaneOffsets<TileB>& b_rows) {
-#pragma unroll
+#pragma unroll kUnroll
   for (int k = 0; k < kK; ++k) {
     uint32_t a[kM][4];
 #pragma unroll

@@ -8,10 +8,10 @@
 
 namespace flash_ext {
 
-// Streams tiles of kRows rows of one (rows, cols) matrix with kThreads threads. Eight neighbouring
-// threads read 128 contiguous bytes of a row. Rows and columns past the end arrive as zeros, so
+// Streams tiles of kRows rows of one (rows, cols) matrix with kThreads threads: the whole block, or
+// one of kParts equal parts of it. Eight neighbouring threads read 128 contiguous bytes of a row. Rows and columns past the end arrive as zeros, so
 // that memory nobody owns never enters a product.
-template <typename Tile, int kRows, int kThreads>
+template <typename Tile, int kRows, int kThreads, int kParts = 1>
 class TileLoader {
   static constexpr int kGroup = Tile::kPeriod;  // threads along a row
   static constexpr int kRowStep = kThreads / kGroup;
@@ -62,7 +62,9 @@ class TileLoader {
     }
   }
 
-  static __device__ __forceinline__ int thread_row() { return threadIdx.x / kGroup; }
+  static __device__ __forceinline__ int thread_row() {
+    return (kParts == 1 ? threadIdx.x : threadIdx.x % kThreads) / kGroup;
+  }
   static __device__ __forceinline__ int thread_chunk() { return threadIdx.x % kGroup; }
 
   const char* source_;  // this thread's first chunk of the present tile

@@ -34,8 +34,7 @@ struct RowCoordinate {
         static_cast<int64_t>(blockIdx.x) * Config::kBlockRows + threadIdx.x / Config::kLanes;
     const int64_t head = index / shape.seqlen_q;
     return {index, head / shape.heads_q, static_cast<int>(head % shape.heads_q),
-            index % shape.seqlen_q,
-            static_cast<int>(threadIdx.x) % Config::kLanes * kChunk};
+            index % shape.seqlen_q, static_cast<int>(threadIdx.x) % Config::kLanes * kChunk};
   }
 };
 
@@ -59,8 +58,10 @@ __global__ void __launch_bounds__(Config::kThreads)
     const uint32_t g[4] = {dout.x, dout.y, dout.z, dout.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      // Where O is 0 the term is 0, even for an infinite dO: a row without keys adds nothing.
       const float2 a = Element<T>::unpack(o[i]), b = Element<T>::unpack(g[i]);
-      sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+      if (a.x != 0.f) sum = fmaf(a.x, b.x, sum);
+      if (a.y != 0.f) sum = fmaf(a.y, b.y, sum);
     }
   }
 #pragma unroll
@@ -95,8 +96,7 @@ __global__ void __launch_bounds__(Config::kThreads)
         *reinterpret_cast<const float2*>(source + DqWorkspace::position(at.column + 2 * i));
     packed[i] = Element<T>::pack(params.softmax_scale * pair.x, params.softmax_scale * pair.y);
   }
-  char* row =
-      head_matrix(params.dq, at.batch, at.head) + at.position * params.dq.seq_stride * 2;
+  char* row = head_matrix(params.dq, at.batch, at.head) + at.position * params.dq.seq_stride * 2;
   *reinterpret_cast<uint4*>(row + at.column * 2) = {packed[0], packed[1], packed[2], packed[3]};
 }
 

@@ -1,6 +1,8 @@
 // Tiles of the generic family: mma.sync, cp.async and ldmatrix, on every GPU since Ampere.
 #pragma once
 
+#include <cstdint>
+
 #include "core/layout.h"
 
 namespace flash_ext::sm80 {
@@ -33,32 +35,39 @@ struct ForwardConfig {
   };
 };
 
-// Backward: a block owns kBlockN keys, with dK and dV in registers, and walks over Q and dO in
-// tiles of kBlockM query rows. Each warp owns whole keys, so that Pᵀ and dSᵀ stay in registers;
-// only dS crosses warps, on its way to dQ.
-template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_>
+// Backward: a block owns kBlockN keys and walks over Q and dO in tiles of kBlockM query rows. Warps
+// work in pairs that own kPairKeys keys: one warp keeps dV in registers, the other dK.
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kPairKeys_, int kMinBlocks_>
 struct BackwardConfig {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = 2;
-  static constexpr int kWarps = kWarps_;
+  static constexpr int kPairKeys = kPairKeys_;
+  static constexpr int kMinBlocks = kMinBlocks_;  // that share a multiprocessor: caps registers
+  static constexpr int kPairs = kBlockN / kPairKeys;
+  static constexpr int kWarps = 2 * kPairs;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kWarpKeys = kBlockN / kWarps;
+  static constexpr int kRoleThreads = kThreads / 2;
 
   // dQ (kBlockM, kHeadDim) is spread over the warps as a grid of kDqWarpsM x kDqWarpsD.
-  static constexpr int kDqWarpsM = kWarps >= 8 ? kWarps / 4 : 2;
+  static constexpr int kDqWarpsM = kBlockM / 32;
   static constexpr int kDqWarpsD = kWarps / kDqWarpsM;
   static constexpr int kDqRows = kBlockM / kDqWarpsM;
   static constexpr int kDqCols = kHeadDim / kDqWarpsD;
 
-  static_assert(kWarpKeys % 16 == 0, "a warp owns whole 16-key fragments");
+  static_assert(kBlockM % 32 == 0 && kPairKeys % 16 == 0 && kBlockN % kPairKeys == 0,
+                "tiles are whole fragments");
+  static_assert(kBlockM <= kRoleThreads, "a thread loads lse or delta of one row");
   static_assert(kDqRows % 16 == 0 && kDqCols % 16 == 0, "a warp's share of dQ is 16x16 blocks");
 
-  using KTile = SmemTile<kBlockN, kHeadDim>;   // V has the same tile
-  using QTile = SmemTile<kBlockM, kHeadDim>;   // dO has the same tile
-  using DsTile = SmemTile<kBlockN, kBlockM>;   // dSᵀ: keys down, queries across
+  using KTile = SmemTile<kBlockN, kHeadDim>;  // V has the same tile
+  using QTile = SmemTile<kBlockM, kHeadDim>;  // dO has the same tile
+  using DsTile = SmemTile<kBlockN, kBlockM>;  // dSᵀ: keys down, queries across
+
+  // 16x16 blocks of Pᵀ of a pair, which its warps exchange as A fragments.
+  static constexpr int kPairBlocks = kPairKeys / 16 * (kBlockM / 16);
 
   struct SharedStorage {
     alignas(128) char k[KTile::kBytes];  // k and v become the staging buffers of dK and dV
@@ -66,26 +75,34 @@ struct BackwardConfig {
     alignas(128) char q[kStages][QTile::kBytes];
     alignas(128) char dout[kStages][QTile::kBytes];
     alignas(128) char ds[kStages][DsTile::kBytes];
+    alignas(128) uint4 p[kPairs][kPairBlocks][kWarpSize];
     float lse[kStages][kBlockM];
     float delta[kStages][kBlockM];  // rowsum(dO * O) - dlse
+    bool k_is_finite;
   };
 };
 
-// The tile of each head dim. Registers decide: at D 128 a forward warp holds 32 rows of O (128
-// registers a lane) and of S (64); a backward warp 16 keys of dK and dV (128) and of S and dP (64).
+// Tiles of one pass and head dim, in order of preference: the first whose shared memory the device
+// has is taken.
+template <typename... Configs>
+struct TileList {};
+
+// The tiles of each head dim. Registers decide: at D 128 a forward warp holds 32 rows of O (128
+// registers a lane) and of S (64), a backward warp 32 keys of dK or dV (128) and of S or dP (64).
 template <typename T, int kHeadDim>
 struct Tiles;
 
 template <typename T>
 struct Tiles<T, 64> {
-  using Forward = ForwardConfig<T, 64, 128, 96, 4, 2>;
-  using Backward = BackwardConfig<T, 64, 64, 128, 8>;
+  using Forward = TileList<ForwardConfig<T, 64, 128, 96, 4, 2>>;
+  using Backward = TileList<BackwardConfig<T, 64, 32, 64, 32, 3>>;
 };
 
 template <typename T>
 struct Tiles<T, 128> {
-  using Forward = ForwardConfig<T, 128, 128, 64, 4, 2>;
-  using Backward = BackwardConfig<T, 128, 32, 128, 8>;
+  using Forward = TileList<ForwardConfig<T, 128, 128, 64, 4, 2>>;
+  using Backward = TileList<BackwardConfig<T, 128, 64, 128, 32, 1>,
+                            BackwardConfig<T, 128, 32, 64, 32, 1>>;
 };
 
 }  // namespace flash_ext::sm80

@@ -10,19 +10,22 @@ namespace flash_ext::sm80 {
 
 // Defined in inst/, one file per pass, head dim and type.
 template <typename T, int kHeadDim>
-Instance forward_instance();
+std::vector<Instance> forward_instances();
 template <typename T, int kHeadDim>
-Instance backward_instance();
+std::vector<Instance> backward_instances();
 
 namespace {
 
 template <int... kHeadDims>
 std::vector<Instance> collect(std::integer_sequence<int, kHeadDims...>) {
   std::vector<Instance> rows;
-  (rows.insert(rows.end(),
-               {forward_instance<__half, kHeadDims>(), forward_instance<__nv_bfloat16, kHeadDims>(),
-                backward_instance<__half, kHeadDims>(),
-                backward_instance<__nv_bfloat16, kHeadDims>()}),
+  const auto append = [&rows](const std::vector<Instance>& more) {
+    rows.insert(rows.end(), more.begin(), more.end());
+  };
+  ((append(forward_instances<__half, kHeadDims>()),
+    append(forward_instances<__nv_bfloat16, kHeadDims>()),
+    append(backward_instances<__half, kHeadDims>()),
+    append(backward_instances<__nv_bfloat16, kHeadDims>())),
    ...);
   return rows;
 }

@@ -68,8 +68,7 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const Ban
 template <typename Config, int kM, int kD>
 __device__ __forceinline__ bool attend(const ForwardParams& params,
                                        typename Config::SharedStorage& smem,
-                                       OnlineSoftmax<kM>& softmax,
-                                       float (&out)[kM][kD][4]) {
+                                       OnlineSoftmax<kM>& softmax, float (&out)[kM][kD][4]) {
   using T = typename Config::Element;
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
@@ -159,8 +158,7 @@ __device__ __forceinline__ void write_output(const ForwardParams& params,
   const ForwardPlace<Config> place(shape);
 
   const float sink = params.sinks == nullptr ? -INFINITY : params.sinks[place.at.head];
-  float* lse =
-      params.lse + (place.at.batch * shape.heads_q + place.at.head) * shape.seqlen_q;
+  float* lse = params.lse + (place.at.batch * shape.heads_q + place.at.head) * shape.seqlen_q;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll

@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <limits>
+#include <type_traits>
+#include <vector>
 
 #include "common/device.h"
 #include "common/error.h"
@@ -24,8 +26,8 @@ int32_t launch(void (*kernel)(Params), KernelSetup& setup, int64_t blocks, int t
   if (blocks == 0) return 0;
   if (blocks > std::numeric_limits<int32_t>::max()) return check(cudaErrorInvalidConfiguration);
   if (int32_t error = setup.prepare()) return error;
-  kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes,
-           static_cast<cudaStream_t>(stream)>>>(params);
+  kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, static_cast<cudaStream_t>(stream)>>>(
+      params);
   return check_launch();
 }
 
@@ -49,8 +51,8 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
   using Rows = RowConfig<typename Config::Element, Config::kHeadDim>;
   const auto prepare = &flash_backward_prepare<Rows>;
   static KernelSetup prepare_setup(prepare, 0);
-  if (int32_t error = launch(prepare, prepare_setup, tiles(rows, Rows::kBlockRows),
-                             Rows::kThreads, 0, params, stream))
+  if (int32_t error = launch(prepare, prepare_setup, tiles(rows, Rows::kBlockRows), Rows::kThreads,
+                             0, params, stream))
     return error;
 
   const auto kernel = &flash_backward<Config>;
@@ -69,25 +71,40 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
 template <typename T>
 constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
 
-// The rows of the table of kernels for one head dim and type.
-template <typename T, int kHeadDim>
-Instance forward_instance() {
-  using Config = typename Tiles<T, kHeadDim>::Forward;
-  const Kernel info{"sm80",           Pass::kForward,  kDType<T>,
-                    Features::kLean,  kHeadDim,        Config::kBlockM,
-                    Config::kBlockN,  Config::kStages, Config::kThreads,
-                    sizeof(typename Config::SharedStorage), false};
-  return {info, &launch_forward<Config>, nullptr};
+// The rows of the table of kernels for one pass, head dim and type.
+template <typename Config>
+constexpr Kernel describe(Pass pass) {
+  return {"sm80",
+          pass,
+          kDType<typename Config::Element>,
+          Features::kLean,
+          Config::kHeadDim,
+          Config::kBlockM,
+          Config::kBlockN,
+          Config::kStages,
+          Config::kThreads,
+          sizeof(typename Config::SharedStorage),
+          /*deterministic=*/false};
+}
+
+template <typename... Configs>
+std::vector<Instance> forward_rows(TileList<Configs...>) {
+  return {{describe<Configs>(Pass::kForward), &launch_forward<Configs>, nullptr}...};
+}
+
+template <typename... Configs>
+std::vector<Instance> backward_rows(TileList<Configs...>) {
+  return {{describe<Configs>(Pass::kBackward), nullptr, &launch_backward<Configs>}...};
 }
 
 template <typename T, int kHeadDim>
-Instance backward_instance() {
-  using Config = typename Tiles<T, kHeadDim>::Backward;
-  const Kernel info{"sm80",           Pass::kBackward, kDType<T>,
-                    Features::kLean,  kHeadDim,        Config::kBlockM,
-                    Config::kBlockN,  Config::kStages, Config::kThreads,
-                    sizeof(typename Config::SharedStorage), false};
-  return {info, nullptr, &launch_backward<Config>};
+std::vector<Instance> forward_instances() {
+  return forward_rows(typename Tiles<T, kHeadDim>::Forward{});
+}
+
+template <typename T, int kHeadDim>
+std::vector<Instance> backward_instances() {
+  return backward_rows(typename Tiles<T, kHeadDim>::Backward{});
 }
 
 }  // namespace flash_ext::sm80

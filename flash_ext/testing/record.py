@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_ext.testing.digest import digests, files_digest
+from flash_ext.testing.machine import driver_version
 from flash_ext.testing.sharding import parse_shard
 
 RECORD = Path("tests/gpu_record.json")
@@ -114,13 +115,11 @@ def machine() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise RecordError("no CUDA device: the record holds hardware runs only")
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]
     info = flash_ext.build_info()
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
-        "driver": driver,
+        "driver": driver_version(),
         "torch": torch.__version__,
         "nvcc": info.nvcc,
         "archs": list(info.archs),

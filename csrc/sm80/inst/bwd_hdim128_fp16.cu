@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm80 {
 
-template Instance backward_instance<__half, 128>();
+template std::vector<Instance> backward_instances<__half, 128>();
 
 }  // namespace flash_ext::sm80

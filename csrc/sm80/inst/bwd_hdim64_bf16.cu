@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm80 {
 
-template Instance backward_instance<__nv_bfloat16, 64>();
+template std::vector<Instance> backward_instances<__nv_bfloat16, 64>();
 
 }  // namespace flash_ext::sm80

@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm80 {
 
-template Instance forward_instance<__nv_bfloat16, 128>();
+template std::vector<Instance> forward_instances<__nv_bfloat16, 128>();
 
 }  // namespace flash_ext::sm80

@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm80 {
 
-template Instance forward_instance<__half, 128>();
+template std::vector<Instance> forward_instances<__half, 128>();
 
 }  // namespace flash_ext::sm80

@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm80 {
 
-template Instance forward_instance<__nv_bfloat16, 64>();
+template std::vector<Instance> forward_instances<__nv_bfloat16, 64>();
 
 }  // namespace flash_ext::sm80
