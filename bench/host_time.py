@@ -7,7 +7,8 @@ forward pass is then recorded for autograd. The providers take turns. Printed ar
 call, the median and the 20th percentile over the rounds.
 
 On a CPU (`--device cpu`) flash_ext's CUDA operator runs with a kernel that does nothing, which
-leaves the cost of the Python layer and of PyTorch's dispatcher; SDPA really computes there.
+leaves the cost of the Python layer and of PyTorch's dispatcher, past which only CUDA tensors go;
+SDPA really computes there.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def use_idle_kernel() -> torch.library.Library:
            "block_m": 128, "block_n": 64, "threads": 128, "stages": 2, "smem_bytes": 0,
            "deterministic": True}  # fmt: skip
     kernels = [dispatch.Kernel.of({**row, "pass": pass_}) for pass_ in dispatch.PASSES]
-    idle: Any = SimpleNamespace(forward=lambda *args: None, backward=lambda *args: None)
+    idle: Any = SimpleNamespace(
+        forward=lambda *args: None,
+        backward=lambda *args: None,
+        direct_forward=lambda *args: None,  # every call is left to the operator
+    )
 
     def plan_on(device: torch.device, problem: Any) -> dispatch.Plan:
         return dispatch.plan(problem, kernels, ("80",), (8, 0), dispatch.smem_of((8, 0)))

@@ -25,7 +25,7 @@ struct Kernel {
   int32_t stages;    // K/V (forward) or Q/dO (backward) tiles in flight
   int32_t threads;
   int32_t smem_bytes;  // dynamic shared memory a block asks for
-  bool deterministic;  // backward: can serve BackwardParams::deterministic
+  bool deterministic;  // backward: can serve BackwardParams::dq_turns
 };
 
 // Compiled instances in order of preference within a pass.

@@ -8,7 +8,7 @@
 
 namespace flash_ext {
 
-enum class DType : int32_t { kFloat16, kBFloat16, kFloat32 };
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kInt32 };
 
 // A tensor read as (batch, sequence, head, dim), whatever the order of its memory.
 // The dim stride is 1. A stride may be 0 (expanded input).
@@ -61,7 +61,6 @@ struct BackwardParams {
   Window window;
   DType dtype;  // of every 16-bit tensor below
   float softmax_scale;
-  bool deterministic;  // bit-equal dq from run to run
 
   View q;     // (B, Sq, Hq, D)
   View k;     // (B, Sk, Hk, D)
@@ -75,6 +74,10 @@ struct BackwardParams {
   float* delta;     // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
   float* dq_accum;  // (B, Hq, Sq, D rounded up to 16) workspace, zeroed by the kernels; null when
                     // dq is absent
+
+  // Counters, zero at the start, or null: 1 for blocks, then (B, Hq, query tiles, warps). With them
+  // thread blocks start in order and add to dQ in order, so that its bits never change.
+  int32_t* dq_turns;
 
   View dq;  // (B, Sq, Hq, D), data may be null
   View dk;  // (B, Sk, Hk, D), data may be null

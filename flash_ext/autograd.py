@@ -7,11 +7,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flash_ext import ops
+from flash_ext import direct, ops
 
 
 class Attention(torch.autograd.Function):
-    """flash_ext::forward recorded for autograd. out and lse are differentiable, once."""
+    """flash_ext::forward recorded for autograd. out and lse are differentiable, once.
+
+    lse is a result only where it is asked for: each result takes host time."""
 
     @staticmethod
     def forward(
@@ -22,10 +24,11 @@ class Attention(torch.autograd.Function):
         attn_bias: Tensor | None,
         sinks: Tensor | None,
         rest: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor]:
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`rest` is what the operator takes after v. attn_bias and sinks are part of it and given
         apart for the sake of their gradients."""
-        out, lse = ops.forward(q, k, v, *rest)
+        out, lse = direct.forward(q, k, v, *rest)
         settings, modifiers = rest[:7], rest[7:11]
         wants = ctx.needs_input_grad
         if wants[0] or wants[1] or wants[3]:
@@ -37,10 +40,12 @@ class Attention(torch.autograd.Function):
             ctx.save_for_backward(q, k, hollow(v), kept_out, lse, *modifiers)
         ctx.set_materialize_grads(False)
         ctx.settings = settings
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *modifiers = ctx.saved_tensors
         if dout is None:
             dout = hollow(out)
@@ -48,7 +53,11 @@ class Attention(torch.autograd.Function):
         differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = Derivative.apply if differentiated else ops.backward
         gradients = run(dout, dlse, q, k, v, out, lse, want, *ctx.settings, *modifiers)
-        return *(x if wanted else None for x, wanted in zip(gradients, want, strict=True)), None
+        return (
+            *(x if wanted else None for x, wanted in zip(gradients, want, strict=True)),
+            None,
+            None,
+        )
 
 
 class Derivative(torch.autograd.Function):
@@ -76,15 +85,16 @@ def record(
     attn_bias: Tensor | None,
     sinks: Tensor | None,
     rest: tuple[Any, ...],
-) -> tuple[Tensor, Tensor]:
+    return_lse: bool,
+) -> Any:
     """`Attention.apply`. In eager mode without the wrapper that serves functorch only: it is a
     seventh of the host time of a small call."""
     if torch.compiler.is_compiling():  # a Function is traced with distinct tensors only
         k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
     elif not torch._C._are_functorch_transforms_active():
-        return _eager_apply(q, k, v, attn_bias, sinks, rest)
-    return Attention.apply(q, k, v, attn_bias, sinks, rest)
+        return _eager_apply(q, k, v, attn_bias, sinks, rest, return_lse)
+    return Attention.apply(q, k, v, attn_bias, sinks, rest, return_lse)
 
 
 def hollow(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from flash_ext import dispatch, ops, problem
+from flash_ext import direct, dispatch, ops, problem
 from flash_ext.autograd import record
 from flash_ext.dispatch import Plan
 from flash_ext.problem import NO_WINDOW, Capability, WindowSize
@@ -118,15 +118,31 @@ def attention(
             an input requires a gradient, backward; with the reasons that `explain` gives.
     """
     _check_tensors(q, k, v)
-    autocast = _autocast(q)
-    if autocast is not None:
-        q, k, v = (x.to(problem.cast_dtype(x.dtype, autocast)) for x in (q, k, v))
-    _check_plain(softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout)
-    left, right = problem.window_limits(causal, window_size)
-    bhsd = layout == "bhsd"
-    plain = attn_bias is None and sinks is None and alibi_slopes is None
-    if not plain:
+    if torch.is_autocast_enabled() or q.is_cpu:
+        autocast = _autocast(q)
+        if autocast is not None:
+            q, k, v = (x.to(problem.cast_dtype(x.dtype, autocast)) for x in (q, k, v))
+    modified = not (
+        attn_bias is None
+        and sinks is None
+        and alibi_slopes is None
+        and out_dtype is None
+        and softcap == 0.0
+        and dropout_p == 0.0
+    )
+    if modified:
         _check_modifiers(attn_bias, sinks, alibi_slopes)
+    if (
+        modified
+        or softmax_scale is not None
+        or deterministic is not None
+        or return_lse is not False
+        or layout != "bshd"
+    ):
+        _check_plain(
+            softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout
+        )
+    left, right = problem.window_limits(causal, window_size)
     recorded = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -138,21 +154,16 @@ def attention(
         deterministic = None
     elif deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    rest: tuple[Any, ...] = (left, right, bhsd, deterministic)
-    if not (
-        plain
-        and softmax_scale is None
-        and softcap == 0.0
-        and dropout_p == 0.0
-        and out_dtype is None
-    ):
+    rest: tuple[Any, ...] = (left, right, layout == "bhsd", deterministic)
+    if modified:
         seed = _seed(q.device) if dropout_p > 0.0 else None
         rest += (softmax_scale, softcap, dropout_p)
         rest += (attn_bias, sinks, alibi_slopes, seed, out_dtype)
+    elif softmax_scale is not None:
+        rest += (softmax_scale,)
     if recorded:
-        out, lse = record(q, k, v, attn_bias, sinks, rest)
-    else:
-        out, lse = ops.forward(q, k, v, *rest)
+        return record(q, k, v, attn_bias, sinks, rest, return_lse)
+    out, lse = direct.forward(q, k, v, *rest)
     return (out, lse) if return_lse else out
 
 

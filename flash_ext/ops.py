@@ -64,6 +64,22 @@ class Launch:
     default_scale: float
     in_place: bool  # kernels can read q, k and v with their strides and head dims
 
+    def kernel_for(self, deterministic: bool | None) -> Kernel:
+        """The kernel of the forward pass; raises where it, or the backward pass to come, has none.
+
+        A `deterministic` that is not None announces a backward pass.
+        """
+        if deterministic is not None and self.backward is None:
+            self.plan.kernel("backward")  # raises
+        return self.forward or self.plan.kernel("forward")  # raises
+
+    def new_results(self, q: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """out and lse in fresh memory beside q."""
+        out_dtype = out_dtype or q.dtype
+        out = q.new_empty_strided(self.out_shape, self.out_stride, dtype=out_dtype)
+        lse = q.new_empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32)
+        return out, lse
+
 
 _launches: dict[tuple[Any, ...], Launch] = {}
 
@@ -173,14 +189,8 @@ def _forward_cuda(
         q, k, v, attn_bias, alibi_slopes, sinks,
         window_left, window_right, softcap, dropout_p, out_dtype, deterministic, bhsd,
     )  # fmt: skip
-    kernel = launch.forward or launch.plan.kernel("forward")  # raises
-    if deterministic is not None and launch.backward is None:
-        launch.plan.kernel("backward")  # raises
-    if out_dtype is None:
-        out = q.new_empty_strided(launch.out_shape, launch.out_stride)
-    else:
-        out = q.new_empty_strided(launch.out_shape, launch.out_stride, dtype=out_dtype)
-    lse = q.new_empty_strided(launch.lse_shape, launch.lse_stride, dtype=torch.float32)
+    kernel = launch.kernel_for(deterministic)
+    out, lse = launch.new_results(q, out_dtype)
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
     if softmax_scale is None:
@@ -222,7 +232,7 @@ def _backward_cuda(
     """Gradients by a kernel.
 
     Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (B, Hq, Sq, D rounded up to
-    16). Tensors that kernels cannot read in place are copied.
+    16); with `deterministic` also counters, int32 (1 + B * Hq * query tiles * warps,). Tensors that kernels cannot read in place are copied.
     """
     deterministic = bool(deterministic)
     launch = launch_of(
@@ -238,6 +248,7 @@ def _backward_cuda(
         dlse = dlse.to(torch.float32).contiguous()
     delta = torch.empty_like(lse)
     dq_accum = lse.new_empty((*lse.shape, _rounded_up(D, DQ_STEP))) if want_dq else None
+    dq_turns = _dq_turns(kernel, lse) if want_dq and deterministic else None
     dq = q.new_empty(q.shape) if want_dq else None
     dk = k.new_empty(k.shape) if want_dk else None
     dv = v.new_empty(v.shape) if want_dv else None
@@ -245,7 +256,7 @@ def _backward_cuda(
         softmax_scale = launch.default_scale
     launch.extension.backward(
         kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
-        softmax_scale, window_left, window_right, bhsd, deterministic,
+        softmax_scale, window_left, window_right, bhsd, dq_turns,
     )  # fmt: skip
     return (
         _absent(q) if dq is None else dq[..., :D].contiguous(),
@@ -281,6 +292,14 @@ def _readable(x: Tensor) -> Tensor:
 
 def _rounded_up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+def _dq_turns(kernel: Kernel, lse: Tensor) -> Tensor:
+    """Counters, zero, by which thread blocks start and add to dQ in a fixed order: one for the blocks
+    and (B, Hq, query tiles, warps)."""
+    tiles = -(-lse.shape[-1] // kernel.block_m)
+    counters = lse.shape[0] * lse.shape[1] * tiles * (kernel.threads // 32)
+    return lse.new_zeros(1 + counters, dtype=torch.int32)
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

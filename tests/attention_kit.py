@@ -22,7 +22,7 @@ T = TypeVar("T")
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "attn_bias", "dsinks": "sinks"}
 torch.set_num_threads(1)  # many small tensors: threads cost more than they bring
 
-SERVED_HEAD_DIM = 128  # what every CUDA build with all head dims serves
+SERVED_HEAD_DIM = 256  # what every CUDA build with all head dims serves
 
 
 @dataclass

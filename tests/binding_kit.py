@@ -79,7 +79,7 @@ def make(
         "dq": blank(B, Sq, Hq, D),
         "dk": blank(B, Sk, Hk, D),
         "dv": blank(B, Sk, Hk, Dv),
-        "deterministic": False,
+        "dq_turns": None,
     }
 
 
@@ -87,7 +87,7 @@ def run(which: str, call: Arguments, module: ModuleType = _C) -> None:
     tensors = [call[name] for name in ORDER[which]]
     rest = [call["softmax_scale"], *call["window"], call["bhsd"]]
     if which == "backward":
-        rest.append(call["deterministic"])
+        rest.append(call["dq_turns"])
     getattr(module, which)(call["kernel"], *tensors, *rest)
 
 

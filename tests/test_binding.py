@@ -193,12 +193,15 @@ def test_head_dim_beyond_the_kernel(forged: tuple[ModuleType, Forgery], D: int) 
         run("forward", make("forward", D=D), forged[0])
 
 
-def test_deterministic_needs_its_row(forged: tuple[ModuleType, Forgery]) -> None:
+def test_turns_fit_the_kernel(forged: tuple[ModuleType, Forgery]) -> None:
     call = make("backward")
-    if _C.kernels()[call["kernel"]]["deterministic"]:
-        pytest.skip("this row is deterministic")
-    with pytest.raises(ValueError, match=r"^kernel: a deterministic row was expected"):
-        run("backward", call | {"deterministic": True}, forged[0])
+    with pytest.raises(ValueError, match=r"^dq_turns: shape \(\d+,\) was expected, got \(1,\)$"):
+        run("backward", call | {"dq_turns": torch.zeros(1, dtype=torch.int32)}, forged[0])
+    row = _C.kernels()[call["kernel"]]
+    B, Hq, Sq = call["lse"].shape
+    counters = 1 + B * Hq * -(-Sq // row["block_m"]) * (row["threads"] // 32)
+    with pytest.raises(TypeError, match="^dq_turns: dtype int32 was expected"):
+        run("backward", call | {"dq_turns": torch.zeros(counters)}, forged[0])
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

@@ -6,20 +6,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from binding_kit import BAD_TENSORS, Arguments, make_call, outputs, run
 
+pytestmark = pytest.mark.gpu
 PASSES = pytest.mark.parametrize("which", ["forward", "backward"])
-
-
-def gpus(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    reason = f"needs {count} CUDA device{'s' * (count > 1)}"
-    skip = pytest.mark.skipif(torch.cuda.device_count() < count, reason=reason)
-    return lambda test: pytest.mark.gpu(skip(test))
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -43,18 +37,8 @@ def result(which: str, call: Arguments) -> list[torch.Tensor]:
     return found
 
 
-@gpus(1)
 @PASSES
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cuda:0",
-        pytest.param(
-            "cuda:1",
-            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.multi_gpu)])
 def test_current_stream(which: str, device: str) -> None:
     """q is written late on a side stream: a launch on any other stream would read zeros."""
     call = make_call(which, device)
@@ -70,7 +54,6 @@ def test_current_stream(which: str, device: str) -> None:
     assert same(found, expected)
 
 
-@gpus(1)
 @PASSES
 def test_allocates_nothing(which: str) -> None:
     call = make_call(which, "cuda")
@@ -79,7 +62,6 @@ def test_allocates_nothing(which: str) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-@gpus(1)
 @PASSES
 def test_errors_leave_everything_as_it_was(which: str) -> None:
     call = make_call(which, "cuda", Hq=4, Hk=2)
@@ -94,7 +76,6 @@ def test_errors_leave_everything_as_it_was(which: str) -> None:
     result(which, call)
 
 
-@gpus(1)
 @PASSES
 def test_layouts_agree(which: str) -> None:
     call = make_call(which, "cuda", Hq=4, Hk=4)
@@ -109,7 +90,6 @@ def test_layouts_agree(which: str) -> None:
     assert same(back, expected)
 
 
-@gpus(1)
 @PASSES
 def test_strides_that_mean_nothing_or_zero(which: str) -> None:
     """Strides of dims of length 1 are arbitrary; an expanded tensor has strides of 0."""
@@ -122,7 +102,6 @@ def test_strides_that_mean_nothing_or_zero(which: str) -> None:
     assert same(result(which, stretched), result(which, call))
 
 
-@gpus(1)
 def test_no_keys() -> None:
     call = make_call("backward", "cuda", Sk=0)
     torch.cuda.synchronize()
@@ -133,7 +112,6 @@ def test_no_keys() -> None:
     assert (dq == 0).all()
 
 
-@gpus(1)
 @pytest.mark.parametrize("sizes", [{"Sq": 0}, {"Hq": 0}], ids=str)
 def test_no_queries(sizes: dict[str, int]) -> None:
     *_, dk, dv = result("backward", make_call("backward", "cuda", **sizes))
@@ -152,7 +130,6 @@ def run_script(body: str) -> str:
     return found.stdout
 
 
-@gpus(1)
 def test_first_call_may_be_captured() -> None:
     run_script("""
         call = make("forward", "cuda")
@@ -167,7 +144,6 @@ def test_first_call_may_be_captured() -> None:
     """)
 
 
-@gpus(1)
 def test_cuda_error_is_raised_with_the_shape() -> None:
     """A failed assertion of an earlier kernel makes every later launch of the process fail."""
     found = run_script("""
@@ -188,7 +164,7 @@ def test_cuda_error_is_raised_with_the_shape() -> None:
 # --- on two GPUs ----------------------------------------------------------------------------------
 
 
-@gpus(2)
+@pytest.mark.multi_gpu
 @PASSES
 @pytest.mark.parametrize("current", [0, 1])
 def test_device_of_the_tensors(which: str, current: int) -> None:
@@ -205,7 +181,7 @@ def test_device_of_the_tensors(which: str, current: int) -> None:
         assert torch.cuda.current_device() == current
 
 
-@gpus(2)
+@pytest.mark.multi_gpu
 @PASSES
 def test_thread_of_another_device(which: str) -> None:
     call = make_call(which, "cuda:1")
@@ -226,7 +202,7 @@ def test_thread_of_another_device(which: str) -> None:
     assert same(found, expected)
 
 
-@gpus(2)
+@pytest.mark.multi_gpu
 @PASSES
 def test_tensors_of_two_devices(which: str) -> None:
     call = make_call(which, "cuda:0")

@@ -96,7 +96,7 @@ def test_every_row_has_its_kernel(rows: list[gates.Row], usages: list[gates.Usag
 
 
 def test_rows_can_be_launched(rows: list[gates.Row], usages: list[gates.Usage]) -> None:
-    """Registers for all threads, and shared memory within the limit of each architecture."""
+    """Registers for all threads, and on each architecture a tile that its shared memory holds."""
     faults = [
         fault
         for row in rows
@@ -104,6 +104,7 @@ def test_rows_can_be_launched(rows: list[gates.Row], usages: list[gates.Usage]) 
         if gates.implements(row, usage.kernel)
         for fault in gates.row_faults(row, usage)
     ]
+    faults += gates.smem_faults(rows, usages)
     assert not faults, "\n".join(faults)
 
 
@@ -213,19 +214,33 @@ def test_rows_name_their_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "registers", "fault"),
-    [
-        ({}, 168, None),
-        ({"threads": 512}, 128, None),
-        ({"threads": 512}, 129, "136 registers for each of 512 threads"),
-        ({"smem_bytes": 163 * 1024 - 512}, 168, None),
-        ({"smem_bytes": 163 * 1024}, 168, "bytes of shared memory"),
-    ],
+    ("threads", "registers", "fault"),
+    [(128, 168, ""), (512, 128, ""), (512, 129, "136 registers for each of 512 threads")],
 )
-def test_limits_of_a_launch(changes: dict[str, int], registers: int, fault: str | None) -> None:
+def test_registers_of_a_launch(threads: int, registers: int, fault: str) -> None:
     usage = gates.Usage(KERNEL, "sm_80", registers, 0, 0, 512)
-    found = "".join(gates.row_faults({**ROW, **changes}, usage))
-    assert (fault in found) if fault else not found
+    found = "".join(gates.row_faults({**ROW, "threads": threads}, usage))
+    assert found.endswith(fault)
+    assert bool(found) == bool(fault)
+
+
+def test_shared_memory_of_a_launch() -> None:
+    """Static shared memory counts; a smaller tile may serve where the first does not fit."""
+    large, small = KERNEL, KERNEL.replace("Li128ELi64E", "Li64ELi64E")
+    usages = [
+        gates.Usage(kernel, arch, 168, 0, 0, 512)
+        for kernel in (large, small)
+        for arch in ("sm_80", "sm_90")
+    ]
+    rows = [{**ROW, "smem_bytes": 200 * 1024}, {**ROW, "block_m": 64, "smem_bytes": 163 * 1024}]
+    assert list(gates.smem_faults(rows, usages)) == [
+        "forward float16 64 sm_80: no tile of 2 fits into shared memory"
+    ]
+    rows[1]["smem_bytes"] -= 512
+    assert list(gates.smem_faults(rows, usages)) == []
+    rows[0]["smem_bytes"] = 227 * 1024
+    (fault,) = gates.smem_faults(rows, usages)
+    assert fault.endswith("fits on no architecture of the build")
 
 
 @pytest.mark.parametrize("missing", ["HMMA", "LDSM", "LDGSTS"])

@@ -44,10 +44,10 @@ class FakeExtension:
         self, kernel: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         out: Tensor, lse: Tensor, delta: Tensor, dq_accum: Tensor | None, dq: Tensor | None,
         dk: Tensor | None, dv: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
-        deterministic: bool,
+        dq_turns: Tensor | None,
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "dq_accum": dq_accum, "dout": dout}
-        self.last |= {"deterministic": deterministic, "dq": dq, "dk": dk, "dv": dv}
+        self.last |= {"dq_turns": dq_turns, "dq": dq, "dk": dk, "dv": dv}
         assert len({q.dtype, out.dtype, dout.dtype}) == 1
         self._insist(q, k, v, out, dout, floats=(lse, dlse, delta, dq_accum))
         assert (dq is None) == (dq_accum is None)

@@ -48,11 +48,15 @@ inline const char* dtype_name(DType dtype) {
       return "bfloat16";
     case DType::kFloat32:
       return "float32";
+    case DType::kInt32:
+      return "int32";
   }
   return "unknown";
 }
 
-inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+inline int64_t dtype_bytes(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
+}
 
 // "(2, 128, 8, 64)"
 inline std::string tuple_text(const int64_t* values, int32_t count) {
@@ -144,6 +148,7 @@ inline DType convert_dtype(const char* name, const dlpack::DataType& dtype) {
     if (dtype.code == dlpack::kBFloat && dtype.bits == 16) return DType::kBFloat16;
     if (dtype.code == dlpack::kFloat && dtype.bits == 16) return DType::kFloat16;
     if (dtype.code == dlpack::kFloat && dtype.bits == 32) return DType::kFloat32;
+    if (dtype.code == dlpack::kInt && dtype.bits == 32) return DType::kInt32;
   }
   fail<py::type_error>(name, dtype_text(dtype), "dtype float16, bfloat16 or float32");
 }

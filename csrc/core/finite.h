@@ -11,16 +11,16 @@
 
 namespace flash_ext {
 
-// Whether a shared tile holds no NaN and no infinity. Collective over the block.
+// Whether this thread's part of a shared tile holds NaN or infinity.
 template <typename T, typename Tile, int kThreads>
-__device__ __forceinline__ bool is_finite(uint32_t smem_tile) {
+__device__ __forceinline__ bool meets_nonfinite(uint32_t smem_tile) {
   uint32_t bad = 0;
   for (int byte = threadIdx.x * kChunkBytes; byte < Tile::kBytes; byte += kThreads * kChunkBytes) {
     const uint4 chunk = ptx::load_shared_v4(smem_tile + byte);
     bad |= nonfinite_halves<T>(chunk.x) | nonfinite_halves<T>(chunk.y) |
            nonfinite_halves<T>(chunk.z) | nonfinite_halves<T>(chunk.w);
   }
-  return __syncthreads_or(bad != 0) == 0;
+  return bad != 0;
 }
 
 // Sets NaN and infinity in a shared tile to zero. Collective over the block; ends synchronised.

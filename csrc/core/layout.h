@@ -53,11 +53,12 @@ struct LaneOffsets {
   static constexpr int kPhases = Tile::kPeriod / 2;  // a block is two chunks wide
   uint32_t tile;                                     // address of the first row
   uint32_t lane;                                     // this lane's offset in block (0, 0)
+  int first_col;                                     // block column that counts as 0
 
   __device__ __forceinline__ uint32_t at(int block_row, int block_col) const {
-    return (lane ^ block_col % kPhases * 2 * kChunkBytes) + tile +
-           block_row * 16 * Tile::kRowBytes +
-           block_col / kPhases * Tile::kPeriod * kChunkBytes;
+    const int col = first_col + block_col;
+    return (lane ^ col % kPhases * 2 * kChunkBytes) + tile + block_row * 16 * Tile::kRowBytes +
+           col / kPhases * Tile::kPeriod * kChunkBytes;
   }
 };
 
@@ -74,12 +75,20 @@ struct ChunkFirst {
   static __device__ __forceinline__ int chunk(int lane) { return lane / 8 % 2; }
 };
 
-// `base` is the address of a row that is a multiple of 16, in a tile aligned to 128 bytes. Blocks
-// count from `first_chunk`; those used must not run past the end of its period.
-template <typename Tile, typename Pattern>
+// `base` is the address of a row that is a multiple of 16, in a tile aligned to 128 bytes. A caller
+// that reads kCols block columns, from a multiple of kCols on, may say so: where a swizzle period
+// holds a whole number of such groups, the start costs no arithmetic later.
+template <typename Tile, typename Pattern, int kCols = 1>
 __device__ __forceinline__ LaneOffsets<Tile> lane_offsets(uint32_t base, int lane,
-                                                          int first_chunk = 0) {
-  return {base, Tile::offset(Pattern::row(lane), Pattern::chunk(lane) + first_chunk)};
+                                                          int first_col = 0) {
+  constexpr int kPhases = LaneOffsets<Tile>::kPhases;
+  const uint32_t offset = Tile::offset(Pattern::row(lane), Pattern::chunk(lane));
+  if constexpr (kPhases % kCols != 0) {
+    return {base, offset, first_col};
+  } else {
+    return {base + first_col / kPhases * Tile::kPeriod * kChunkBytes,
+            offset ^ first_col % kPhases * 2 * kChunkBytes, 0};
+  }
 }
 
 }  // namespace flash_ext

@@ -4,16 +4,17 @@
 
 namespace flash_ext::ptx {
 
-// Tells kThreads threads, those that arrive and those that wait, that this warp has come here. What
-// it wrote before is visible to those that wait.
+// Waits until kThreads threads, those that arrive and those that wait, have come to the barrier.
+// What they wrote before is then visible.
+template <int kThreads>
+__device__ __forceinline__ void barrier_sync(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+}
+
+// Comes to the barrier without waiting.
 template <int kThreads>
 __device__ __forceinline__ void barrier_arrive(int number) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
-}
-
-template <int kThreads>
-__device__ __forceinline__ void barrier_wait(int number) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
 }
 
 }  // namespace flash_ext::ptx

@@ -22,17 +22,23 @@
 #include "core/scheduler.h"
 #include "core/softmax.h"
 #include "core/tile_copy.h"
+#include "core/turns.h"
 #include "params.h"
 #include "ptx/barrier.h"
-#include "ptx/registers.h"
+#include "ptx/shared.h"
 #include "sm80/config.h"
 
 namespace flash_ext::sm80 {
 
 enum class Role { kValues, kKeys };  // the gradient a warp of a pair accumulates: dV or dK
 
-// Named barrier of a pair: number 0 is the block's.
-__device__ __forceinline__ int pair_barrier(int pair) { return 1 + pair; }
+// Named barriers. The roles are separate code, so that the block's barrier needs a name too.
+enum Barrier { kBlockBarrier = 1, kPairBarriers = 2 };
+
+template <typename Config>
+__device__ __forceinline__ void sync_block() {
+  ptx::barrier_sync<Config::kThreads>(kBlockBarrier);
+}
 
 // Where this thread block and this warp stand. Cheap enough to find out again where it is needed.
 template <typename Config>
@@ -42,10 +48,12 @@ struct BackwardPlace {
   int group;           // query heads of the group
   int first_key;       // of the block
 
-  __device__ __forceinline__ explicit BackwardPlace(const Shape& shape) {
-    at = first_tile_first(ptx::block_index(),
-                          ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN),
-                          shape.heads_k);
+  __device__ __forceinline__ BackwardPlace(const Shape& shape,
+                                           const typename Config::SharedStorage& smem) {
+    const uint32_t block = ptx::load_shared_u32(ptx::shared_address(&smem.block));
+    const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
+    at = smem.ordered ? last_tile_first(block, tiles, shape.heads_k)
+                      : first_tile_first(block, tiles, shape.heads_k);
     group = shape.heads_q / shape.heads_k;
     first_head = at.batch * shape.heads_q + at.head * group;
     first_key = at.tile * Config::kBlockN;
@@ -87,11 +95,11 @@ __device__ __forceinline__ float softmax_exponent(float lse) {
 }
 
 // One tile of query rows, whose Q, dO, lse and delta are in `stage`: adds this warp's share to
-// `gradient` (16 kM keys, 8 kD), which is dV or dK by role, and puts dSᵀ into shared memory.
+// `gradient` (16 kM keys, 8 kD), which is dV or dK by role, and puts dSᵀ into smem.ds[parity].
 template <typename Config, Role kRole, int kM, int kD>
 __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
                                                typename Config::SharedStorage& smem, int tile,
-                                               int stage, bool masked,
+                                               int stage, int parity, bool masked,
                                                float (&gradient)[kM][kD][4]) {
   using T = typename Config::Element;
   using KTile = typename Config::KTile;
@@ -107,12 +115,12 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
   // Sᵀ = K Qᵀ, or dPᵀ = V dOᵀ  (16 kM keys, 8 kN queries)
   Accumulator<kM, kN> t;
   clear(t);
-  gemm_rows_rows<T, Config::kHeadDim / 16, 4>(
+  gemm_rows_rows<T, Config::kHeadDim / 16, kBackwardUnroll<Config::kHeadDim>>(
       t,
       lane_offsets<KTile, RowFirst>(
           ptx::shared_address(kValues ? smem.k : smem.v) + pair_key * KTile::kRowBytes, lane),
       lane_offsets<QTile, ChunkFirst>(kValues ? q_tile : dout_tile, lane));
-  if constexpr (!kValues) ptx::barrier_wait<2 * kWarpSize>(pair_barrier(pair));
+  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(kPairBarriers + pair);
 
   // Pᵀ = exp2(Sᵀ - lse), or dSᵀ = Pᵀ (dPᵀ - delta) with the Pᵀ of the other warp.
   uint4(&exchange)[Config::kPairBlocks][kWarpSize] = smem.p[pair];
@@ -142,7 +150,7 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
   }
   if (masked)
     zero_masked(t, BandMask(params.shape, params.window),
-                BackwardPlace<Config>(params.shape).first_key + pair_key + lane / 4,
+                BackwardPlace<Config>(params.shape, smem).first_key + pair_key + lane / 4,
                 tile * Config::kBlockM + lane % 4 * 2);
 
   uint32_t operand[kM][kN / 2][4];  // (16 kM keys, 8 kN queries) as A fragments
@@ -154,9 +162,9 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
       for (int k = 0; k < kN / 2; ++k)
         exchange[m * kN / 2 + k][lane] = {operand[m][k][0], operand[m][k][1], operand[m][k][2],
                                           operand[m][k][3]};
-    ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(pair));
+    ptx::barrier_arrive<2 * kWarpSize>(kPairBarriers + pair);
   } else {
-    stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[stage]), operand, pair_key,
+    stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), operand, pair_key,
                                            lane);
   }
 
@@ -165,21 +173,53 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
                             lane_offsets<QTile, RowFirst>(kValues ? dout_tile : q_tile, lane));
 }
 
+// A tile of query rows of one head, the head counted in the flat order (batch, head). The walk goes
+// over `tiles` of each head in turn.
+struct QueryTile {
+  int64_t head;
+  int tile;
+
+  __device__ __forceinline__ QueryTile next(Range tiles) const {
+    return tile + 1 == tiles.end ? QueryTile{head + 1, tiles.begin} : QueryTile{head, tile + 1};
+  }
+  __device__ __forceinline__ QueryTile previous(Range tiles) const {
+    return tile == tiles.begin ? QueryTile{head - 1, tiles.end - 1} : QueryTile{head, tile - 1};
+  }
+};
+
+// The turn of this warp's part of a query tile. Key tiles add to it from the last to the first:
+// under a causal mask the last one starts there and makes nobody wait. Blocks start in that order
+// too, so that a block only waits for blocks that run.
+template <typename Config>
+__device__ __forceinline__ Turn dq_turn(const BackwardParams& params,
+                                        const typename Config::SharedStorage& smem, QueryTile at) {
+  const Shape& shape = params.shape;
+  const int seqlen_q = static_cast<int>(shape.seqlen_q);
+  const int first_row = at.tile * Config::kBlockM;
+  const Range touched =
+      BandMask(shape, params.window)
+          .template touched_key_tiles<Config::kBlockN>(
+              {first_row, min(first_row + Config::kBlockM, seqlen_q)});
+  const int64_t query_tile = at.head * ceil_div(seqlen_q, Config::kBlockM) + at.tile;
+  return {params.dq_turns + 1 + query_tile * Config::kWarps + threadIdx.x / kWarpSize,
+          touched.end - 1 - BackwardPlace<Config>(shape, smem).at.tile};
+}
+
 // Adds dS K of a tile whose dSᵀ is complete to dQ. A query that sees a key with NaN or infinity has
 // NaN in its row of dSᵀ; one that does not must not meet it as 0 * inf, so such keys count as zero.
 template <typename Config>
 __device__ __forceinline__ void add_dq_tile(const BackwardParams& params,
-                                            typename Config::SharedStorage& smem, int64_t head,
-                                            int tile, int stage) {
+                                            typename Config::SharedStorage& smem, QueryTile at,
+                                            int parity) {
   using T = typename Config::Element;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   const int dq_row = warp / Config::kDqWarpsD * Config::kDqRows;
   const int dq_col = warp % Config::kDqWarpsD * Config::kDqCols;
-  const auto ds_columns = lane_offsets<typename Config::DsTile, ChunkFirst>(
-      ptx::shared_address(smem.ds[stage]), lane, dq_row / kChunk);
-  const auto k_columns = lane_offsets<typename Config::KTile, RowFirst>(
-      ptx::shared_address(smem.k), lane, dq_col / kChunk);
+  const auto ds_columns = lane_offsets<typename Config::DsTile, ChunkFirst, Config::kDqRows / 16>(
+      ptx::shared_address(smem.ds[parity]), lane, dq_row / 16);
+  const auto k_columns = lane_offsets<typename Config::KTile, RowFirst, Config::kDqCols / 16>(
+      ptx::shared_address(smem.k), lane, dq_col / 16);
 
   Accumulator<Config::kDqRows / 16, Config::kDqCols / 8> dq;
   clear(dq);
@@ -187,8 +227,20 @@ __device__ __forceinline__ void add_dq_tile(const BackwardParams& params,
     gemm_columns_columns<T, NonFinite::kKeep, Config::kBlockN / 16>(dq, ds_columns, k_columns);
   else
     gemm_columns_columns<T, NonFinite::kDrop, Config::kBlockN / 16>(dq, ds_columns, k_columns);
-  DqWorkspace(params.dq_accum, params.shape, head)
-      .template add<Config::kHeadDim>(dq, tile * Config::kBlockM + dq_row, dq_col, lane);
+  if (smem.ordered) dq_turn<Config>(params, smem, at).wait();
+  DqWorkspace(params.dq_accum, params.shape, at.head)
+      .template add<Config::kHeadDim>(dq, at.tile * Config::kBlockM + dq_row, dq_col, lane);
+}
+
+// Whether every query of a tile sees every key of the block.
+template <typename Config>
+__device__ __forceinline__ bool sees_whole(const Shape& shape, const Window& window,
+                                           const typename Config::SharedStorage& smem, int tile) {
+  const int first_key = BackwardPlace<Config>(shape, smem).first_key;
+  const Range whole =
+      BandMask(shape, window)
+          .template whole_query_tiles<Config::kBlockM>({first_key, first_key + Config::kBlockN});
+  return tile >= whole.begin && tile < whole.end;
 }
 
 // The walk over the query heads of the group and their tiles: leaves dV or dK (32 keys, 8 kD) of
@@ -207,12 +259,11 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const Shape& shape = params.shape;
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
   const int seqlen_k = static_cast<int>(shape.seqlen_k);
-  const BackwardPlace<Config> place(shape);
+  const BackwardPlace<Config> place(shape, smem);
   const Range keys{place.first_key, place.first_key + kBlockN};
   const BandMask mask(shape, params.window);
   const Range touching =
       mask.template touching_query_tiles<kBlockM>({keys.begin, min(keys.end, seqlen_k)});
-  const Range whole = mask.template whole_query_tiles<kBlockM>(keys);
 
   clear(gradient);
   if (touching.begin == touching.end) return;
@@ -237,64 +288,78 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
         touching.begin);
   };
   QueryLoader loader = loader_of_head(place.first_head);
-  const auto load_queries = [&](int64_t head, int tile, int stage) {
-    loader.load(ptx::shared_address(kValues ? smem.q[stage] : smem.dout[stage]), tile);
+  const auto load_queries = [&](QueryTile at, int stage) {
+    loader.load(ptx::shared_address(kValues ? smem.q[stage] : smem.dout[stage]), at.tile);
     const int thread = threadIdx.x % Config::kRoleThreads;
     if (thread < kBlockM) {
-      const int row = tile * kBlockM + thread;
+      const int row = at.tile * kBlockM + thread;
       ptx::cp_async_4(
           ptx::shared_address(kValues ? &smem.lse[stage][thread] : &smem.delta[stage][thread]),
-          rows + head * shape.seqlen_q + row, row < seqlen_q ? sizeof(float) : 0);
+          rows + at.head * shape.seqlen_q + row, row < seqlen_q ? sizeof(float) : 0);
     }
     ptx::cp_async_commit();
   };
-  load_queries(place.first_head, touching.begin, 0);
+  load_queries({place.first_head, touching.begin}, 0);
 
+  smem.k_is_finite = true;
   ptx::cp_async_wait<0>();
-  __syncthreads();
-  smem.k_is_finite = is_finite<T, KTile, Config::kThreads>(ptx::shared_address(smem.k));
+  sync_block<Config>();
+  if (meets_nonfinite<T, KTile, Config::kThreads>(ptx::shared_address(smem.k)))
+    smem.k_is_finite = false;
 
   // dQ of a tile waits for the next tile's barrier, which dSᵀ needs anyway. Keys warps, which wait
   // for Pᵀ, add it before their own products, values warps after.
-  int64_t head = place.first_head;
-  int stage = 0;
-  int tile = touching.begin;
-  for (int left = place.group * (touching.end - touching.begin);; stage ^= 1) {
-    const bool first_of_head = tile == touching.begin, last_of_head = tile + 1 == touching.end;
-    const bool has_previous = !first_of_head || head > BackwardPlace<Config>(shape).first_head;
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // this tile and the previous dSᵀ are there, and the other stage is free
-    if (left > 1) {
-      if (last_of_head) loader = loader_of_head(head + 1);
-      load_queries(head + last_of_head, last_of_head ? touching.begin : tile + 1, stage ^ 1);
-    }
-
-    const auto add_previous_dq = [&] {
-      if (has_previous && params.dq.data != nullptr)
-        add_dq_tile<Config>(params, smem, head - first_of_head,
-                            first_of_head ? touching.end - 1 : tile - 1, stage ^ 1);
+  QueryTile at{place.first_head, touching.begin};
+  int parity = 0;
+  const int steps = place.group * (touching.end - touching.begin);
+  for (int step = 0; step < steps; ++step, parity ^= 1) {
+    const QueryTile previous = at.previous(touching), next = at.next(touching);
+    const auto load_next = [&] {
+      if (next.tile == touching.begin) loader = loader_of_head(next.head);
+      load_queries(next, (parity ^ 1) % Config::kStages);
     };
-    const bool masked = tile < whole.begin || tile >= whole.end;
+    const auto add_previous_dq = [&] {
+      if (step == 0 || params.dq.data == nullptr) return;
+      // The turn before is passed on only now, when its additions are long done.
+      if (smem.ordered && step > 1) dq_turn<Config>(params, smem, previous.previous(touching)).pass();
+      add_dq_tile<Config>(params, smem, previous, parity ^ 1);
+    };
+
+    ptx::cp_async_wait<0>();
+    sync_block<Config>();  // this tile and the previous dSᵀ are there, and the other stage is free
+    if (Config::kStages == 2 && step + 1 < steps) load_next();
+
+    const bool masked = !sees_whole<Config>(shape, params.window, smem, at.tile);
     if constexpr (!kValues) add_previous_dq();
-    add_query_tile<Config, kRole>(params, smem, tile, stage, masked, gradient);
+    add_query_tile<Config, kRole>(params, smem, at.tile, parity % Config::kStages, parity, masked,
+                                  gradient);
     if constexpr (kValues) add_previous_dq();
 
-    if (--left == 0) break;
-    tile = last_of_head ? touching.begin : tile + 1;
-    head += last_of_head;
+    if (Config::kStages == 1 && step + 1 < steps) {
+      sync_block<Config>();  // the only stage is read
+      load_next();
+    }
+    at = next;
   }
-  __syncthreads();
-  if (params.dq.data != nullptr) add_dq_tile<Config>(params, smem, head, tile, stage);
-  __syncthreads();  // K and V are read; their tiles may be overwritten
+  sync_block<Config>();
+  if (params.dq.data != nullptr) {
+    const QueryTile last = at.previous(touching);
+    if (smem.ordered && steps > 1) dq_turn<Config>(params, smem, last.previous(touching)).pass();
+    add_dq_tile<Config>(params, smem, last, parity ^ 1);
+    if (smem.ordered) dq_turn<Config>(params, smem, last).pass();
+  }
+  sync_block<Config>();  // K and V are read; their tiles may be overwritten
 }
 
 // Writes this warp's dV or dK by way of its own rows of the V or K tile.
 template <typename Config, int kM, int kD>
-__device__ __forceinline__ void write_gradient(const View& view, const Shape& shape, char* tile,
-                                               int cols, const float (&gradient)[kM][kD][4]) {
+__device__ __forceinline__ void write_gradient(const View& view, const Shape& shape,
+                                               const typename Config::SharedStorage& smem,
+                                               char* tile, int cols,
+                                               const float (&gradient)[kM][kD][4]) {
   if (view.data == nullptr) return;
   using KTile = typename Config::KTile;
-  const BackwardPlace<Config> place(shape);
+  const BackwardPlace<Config> place(shape, smem);
   const int lane = threadIdx.x % kWarpSize;
   const int pair_key = pair_of_warp<Config>() * Config::kPairKeys;
   const uint32_t staging = ptx::shared_address(tile);
@@ -305,21 +370,32 @@ __device__ __forceinline__ void write_gradient(const View& view, const Shape& sh
       static_cast<int>(shape.seqlen_k), cols, staging, pair_key, lane);
 }
 
+// Numbers blocks: by their index, or, where they wait for each other, by the order of their start.
+template <typename SharedStorage>
+__device__ __forceinline__ void take_block(int* started, SharedStorage& smem) {
+  if (threadIdx.x == 0) {
+    smem.ordered = started != nullptr;
+    smem.block = smem.ordered ? atomicAdd(started, 1) : blockIdx.x;
+  }
+  __syncthreads();
+}
+
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     flash_backward(const __grid_constant__ BackwardParams params) {
   extern __shared__ char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   const Shape& shape = params.shape;
+  take_block(params.dq_turns, smem);
 
   Accumulator<Config::kPairKeys / 16, Config::kHeadDim / 8> gradient;  // (keys of a pair, D)
   if (role_of_warp<Config>() == Role::kValues) {
     accumulate<Config, Role::kValues>(params, smem, gradient);
-    write_gradient<Config>(params.dv, shape, smem.v, shape.head_dim_v, gradient);
+    write_gradient<Config>(params.dv, shape, smem, smem.v, shape.head_dim_v, gradient);
   } else {
     accumulate<Config, Role::kKeys>(params, smem, gradient);
     scale(gradient, params.softmax_scale);
-    write_gradient<Config>(params.dk, shape, smem.k, shape.head_dim, gradient);
+    write_gradient<Config>(params.dk, shape, smem, smem.k, shape.head_dim, gradient);
   }
 }
 

@@ -35,15 +35,25 @@ struct ForwardConfig {
   };
 };
 
+// Steps of the first products of the backward pass that are unrolled together, for the class of a
+// head dim: as many as ptxas takes without fetching fragments so far ahead that registers spill.
+template <int kHeadDim>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBackwardUnroll = kHeadDim == 256 ? 16 : 1;
+#else
+constexpr int kBackwardUnroll = kHeadDim == 128 ? 3 : kHeadDim / 16;
+#endif
+
 // Backward: a block owns kBlockN keys and walks over Q and dO in tiles of kBlockM query rows. Warps
 // work in pairs that own kPairKeys keys: one warp keeps dV in registers, the other dK.
-template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kPairKeys_, int kMinBlocks_>
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kPairKeys_, int kStages_,
+          int kMinBlocks_>
 struct BackwardConfig {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = 2;
+  static constexpr int kStages = kStages_;
   static constexpr int kPairKeys = kPairKeys_;
   static constexpr int kMinBlocks = kMinBlocks_;  // that share a multiprocessor: caps registers
   static constexpr int kPairs = kBlockN / kPairKeys;
@@ -51,12 +61,15 @@ struct BackwardConfig {
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kRoleThreads = kThreads / 2;
 
-  // dQ (kBlockM, kHeadDim) is spread over the warps as a grid of kDqWarpsM x kDqWarpsD.
-  static constexpr int kDqWarpsM = kBlockM / 32;
+  // dQ (kBlockM, kHeadDim) is spread over the warps as a grid of kDqWarpsM x kDqWarpsD: 32 rows
+  // each, or 16 where the columns cannot be shared.
+  static constexpr bool kWideDq = kBlockM / 32 <= kWarps && kHeadDim % (kWarps / (kBlockM / 32) * 16) == 0;
+  static constexpr int kDqWarpsM = kWideDq ? kBlockM / 32 : kBlockM / 16;
   static constexpr int kDqWarpsD = kWarps / kDqWarpsM;
   static constexpr int kDqRows = kBlockM / kDqWarpsM;
   static constexpr int kDqCols = kHeadDim / kDqWarpsD;
 
+  static_assert(kStages == 1 || kStages == 2, "the main loop loads at most one tile ahead");
   static_assert(kBlockM % 32 == 0 && kPairKeys % 16 == 0 && kBlockN % kPairKeys == 0,
                 "tiles are whole fragments");
   static_assert(kBlockM <= kRoleThreads, "a thread loads lse or delta of one row");
@@ -74,11 +87,13 @@ struct BackwardConfig {
     alignas(128) char v[KTile::kBytes];
     alignas(128) char q[kStages][QTile::kBytes];
     alignas(128) char dout[kStages][QTile::kBytes];
-    alignas(128) char ds[kStages][DsTile::kBytes];
+    alignas(128) char ds[2][DsTile::kBytes];  // of this query tile and the one before
     alignas(128) uint4 p[kPairs][kPairBlocks][kWarpSize];
     float lse[kStages][kBlockM];
     float delta[kStages][kBlockM];  // rowsum(dO * O) - dlse
     bool k_is_finite;
+    bool ordered;    // additions to dQ take turns
+    uint32_t block;  // number of this block: key tiles x key heads x batch
   };
 };
 
@@ -87,22 +102,51 @@ struct BackwardConfig {
 template <typename... Configs>
 struct TileList {};
 
-// The tiles of each head dim. Registers decide: at D 128 a forward warp holds 32 rows of O (128
-// registers a lane) and of S (64), a backward warp 32 keys of dK or dV (128) and of S or dP (64).
+// Registers decide the shape: a forward warp of 32 rows holds 32 x D of O and 32 x kBlockN of S, so
+// that beyond D 128 it owns 16 rows; a backward warp holds kPairKeys x D of dK or dV and
+// kPairKeys x kBlockM of S or dP. Shared memory decides what follows the first tile: 163 KiB on
+// 8.0, 99 KiB on 8.6, 8.9 and 12.x.
 template <typename T, int kHeadDim>
 struct Tiles;
 
 template <typename T>
+struct Tiles<T, 32> {
+  using Forward = TileList<ForwardConfig<T, 32, 128, 128, 4, 2>>;
+  using Backward = TileList<BackwardConfig<T, 32, 64, 64, 32, 2, 3>>;
+};
+
+template <typename T>
 struct Tiles<T, 64> {
   using Forward = TileList<ForwardConfig<T, 64, 128, 96, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 64, 32, 64, 32, 3>>;
+  using Backward = TileList<BackwardConfig<T, 64, 32, 64, 32, 2, 3>>;
+};
+
+template <typename T>
+struct Tiles<T, 96> {
+  using Forward = TileList<ForwardConfig<T, 96, 128, 64, 4, 2>>;
+  using Backward = TileList<BackwardConfig<T, 96, 64, 64, 32, 2, 2>>;
 };
 
 template <typename T>
 struct Tiles<T, 128> {
   using Forward = TileList<ForwardConfig<T, 128, 128, 64, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 128, 64, 128, 32, 1>,
-                            BackwardConfig<T, 128, 32, 64, 32, 1>>;
+  using Backward = TileList<BackwardConfig<T, 128, 64, 128, 32, 2, 1>,
+                            BackwardConfig<T, 128, 32, 64, 32, 2, 1>>;
+};
+
+template <typename T>
+struct Tiles<T, 192> {
+  using Forward = TileList<ForwardConfig<T, 192, 128, 64, 8, 2>, ForwardConfig<T, 192, 64, 32, 4, 2>>;
+  using Backward = TileList<BackwardConfig<T, 192, 64, 64, 16, 2, 1>,
+                            BackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
+};
+
+template <typename T>
+struct Tiles<T, 256> {
+  using Forward = TileList<ForwardConfig<T, 256, 128, 64, 8, 2>, ForwardConfig<T, 256, 128, 32, 8, 2>,
+                           ForwardConfig<T, 256, 64, 32, 4, 2>>;
+  using Backward = TileList<BackwardConfig<T, 256, 32, 64, 16, 2, 1>,
+                            BackwardConfig<T, 256, 32, 32, 16, 1, 1>>;
 };
 
 }  // namespace flash_ext::sm80

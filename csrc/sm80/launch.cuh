@@ -84,7 +84,7 @@ constexpr Kernel describe(Pass pass) {
           Config::kStages,
           Config::kThreads,
           sizeof(typename Config::SharedStorage),
-          /*deterministic=*/false};
+          /*deterministic=*/pass == Pass::kBackward};
 }
 
 template <typename... Configs>

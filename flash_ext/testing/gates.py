@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -171,14 +171,33 @@ def usage_faults(usage: Usage) -> Iterator[str]:
 
 
 def row_faults(row: Row, usage: Usage) -> Iterator[str]:
-    """Why a row's main kernel could not be launched as the row says."""
-    where = f"{usage.kernel} on {usage.arch}"
+    """Why a row's main kernel could not be launched with the row's threads."""
     granted = -(-usage.registers // 8) * 8  # the hardware grants registers by eights
     if granted * row["threads"] > REGISTER_FILE:
-        yield f"{where}: {granted} registers for each of {row['threads']} threads"
-    smem = row["smem_bytes"] + usage.static_smem
-    if smem > smem_limit(usage.arch):
-        yield f"{where}: {smem} bytes of shared memory, {smem_limit(usage.arch)} are to be had"
+        yield (
+            f"{usage.kernel} on {usage.arch}: {granted} registers for each of {row['threads']} "
+            "threads"
+        )
+
+
+def smem_faults(rows: Iterable[Row], usages: Sequence[Usage]) -> Iterator[str]:
+    """What no tile is small enough for.
+
+    A row may ask for more shared memory than an architecture has, if another row of the same pass,
+    dtype and head dim does not; but on some architecture each one must fit.
+    """
+    tiles: dict[tuple[str, ...], list[bool]] = {}
+    for row in rows:
+        mine = [usage for usage in usages if implements(row, usage.kernel)]
+        fitting = [u for u in mine if row["smem_bytes"] + u.static_smem <= smem_limit(u.arch)]
+        if not fitting:
+            yield f"{dict(row)} fits on no architecture of the build"
+        for usage in mine:
+            served = (row["pass"], row["dtype"], str(row["head_dim"]), usage.arch)
+            tiles.setdefault(served, []).append(usage in fitting)
+    for what, fits in tiles.items():
+        if not any(fits):
+            yield f"{' '.join(what)}: no tile of {len(fits)} fits into shared memory"
 
 
 def code_faults(row: Row, code: Code) -> Iterator[str]:

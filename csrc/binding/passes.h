@@ -1,0 +1,318 @@
+// The two passes of the binding: check what a launch must be able to rely on, fill the params
+// structs and launch on torch's current stream. Nothing here allocates or synchronises, and the GIL
+// is kept: a launch is shorter than giving the GIL up and taking it back under contention.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "binding/build_info.h"
+#include "binding/tensor.h"
+#include "common/device.h"
+#include "common/error.h"
+#include "launch.h"
+#include "params.h"
+
+namespace flash_ext::binding {
+
+inline const char* pass_name(Pass pass) { return pass == Pass::kForward ? "forward" : "backward"; }
+
+inline const char* features_name(Features features) {
+  return features == Features::kLean ? "lean" : "full";
+}
+
+// "forward kernel 3 (sm80, bfloat16, head_dim 128, lean, 128x64)"
+inline std::string kernel_text(int32_t index) {
+  const Kernel& row = kernel(index);
+  return std::string(pass_name(row.pass)) + " kernel " + std::to_string(index) + " (" + row.family +
+         ", " + dtype_name(row.dtype) + ", head_dim " + std::to_string(row.head_dim) + ", " +
+         features_name(row.features) + ", " + std::to_string(row.block_m) + "x" +
+         std::to_string(row.block_n) + ")";
+}
+
+inline std::string shape_text(const Shape& shape) {
+  return "B=" + std::to_string(shape.batch) + " Sq=" + std::to_string(shape.seqlen_q) +
+         " Sk=" + std::to_string(shape.seqlen_k) + " Hq=" + std::to_string(shape.heads_q) +
+         " Hk=" + std::to_string(shape.heads_k) + " D=" + std::to_string(shape.head_dim) +
+         " Dv=" + std::to_string(shape.head_dim_v);
+}
+
+inline const Kernel& find_kernel(int32_t index, Pass pass) {
+  if (index < 0 || index >= kernel_count() || kernel(index).pass != pass) {
+    fail<py::value_error>("kernel", std::to_string(index),
+                          std::string("the index of a ") + pass_name(pass) + " row of kernels()");
+  }
+  return kernel(index);
+}
+
+// Where batch, sequence and head lie among the axes of q, k, v, out and their gradients.
+struct Axes {
+  bool bhsd;  // (B, H, S, D) instead of (B, S, H, D)
+  int seq() const { return bhsd ? 2 : 1; }
+  int head() const { return bhsd ? 1 : 2; }
+
+  void expect(const Tensor& tensor, int64_t batch, int64_t seq, int64_t heads, int64_t dim) const {
+    if (bhsd) {
+      expect_shape(tensor, {batch, heads, seq, dim});
+    } else {
+      expect_shape(tensor, {batch, seq, heads, dim});
+    }
+  }
+
+  View view(const Tensor& tensor) const {
+    const auto stride = [&tensor](int axis) {
+      return tensor.shape[axis] > 1 ? tensor.strides[axis] : int64_t{0};
+    };
+    return {tensor.data, stride(0), stride(seq()), stride(head())};
+  }
+};
+
+// Sizes of the problem as q, k and v tell them, checked against each other and the kernel.
+inline Shape read_shape(const Kernel& row, Axes axes, const Tensor& q, const Tensor& k,
+                        const Tensor& v) {
+  for (const Tensor* tensor : {&q, &k, &v}) expect_rank(*tensor, 4);
+  const int64_t batch = q.shape[0];
+  const int64_t seqlen_k = k.shape[axes.seq()];
+  const int64_t heads_q = q.shape[axes.head()];
+  const int64_t heads_k = k.shape[axes.head()];
+  axes.expect(k, batch, seqlen_k, heads_k, q.shape[3]);
+  axes.expect(v, batch, seqlen_k, heads_k, v.shape[3]);
+
+  if (heads_q > std::numeric_limits<int32_t>::max() ||
+      (heads_q != 0 && (heads_k == 0 || heads_q % heads_k != 0))) {
+    fail<py::value_error>("q", std::to_string(heads_q) + " and " + std::to_string(heads_k),
+                          "a number of heads that is a multiple of k's");
+  }
+  for (const Tensor* tensor : {&q, &v}) {
+    const int64_t dim = tensor->shape[3];
+    if (dim <= 0 || dim % 8 != 0 || dim > row.head_dim) {
+      fail<py::value_error>(
+          tensor->name, std::to_string(dim),
+          "a head dim that is a multiple of 8 up to " + std::to_string(row.head_dim));
+    }
+  }
+  return {batch,
+          q.shape[axes.seq()],
+          seqlen_k,
+          static_cast<int32_t>(heads_q),
+          static_cast<int32_t>(heads_k),
+          static_cast<int32_t>(q.shape[3]),
+          static_cast<int32_t>(v.shape[3])};
+}
+
+// A 16-bit or out tensor that the kernels read or write in place.
+inline View read_view(Axes axes, const Tensor& tensor, DType dtype, const Tensor& q) {
+  expect_dtype(tensor, dtype);
+  expect_device(tensor, q);
+  expect_aligned_rows(tensor);
+  return axes.view(tensor);
+}
+
+// A contiguous fp32 tensor: lse, sinks, workspaces.
+inline Tensor read_floats(const char* name, py::handle object, std::initializer_list<int64_t> shape,
+                          const Tensor& q) {
+  const Tensor tensor = read_tensor(name, object);
+  expect_shape(tensor, shape);
+  expect_dtype(tensor, DType::kFloat32);
+  expect_device(tensor, q);
+  expect_contiguous(tensor);
+  return tensor;
+}
+
+inline Window read_window(int64_t left, int64_t right) {
+  if (left < -1) fail<py::value_error>("window_left", std::to_string(left), "-1 or more");
+  if (right < -1) fail<py::value_error>("window_right", std::to_string(right), "-1 or more");
+  return {left, right};
+}
+
+// The driver's floor, checked before the first launch of the process.
+inline void require_driver() {
+  [[maybe_unused]] static const bool good = [] {
+    CudaVersions versions{};
+    if (int32_t error = cuda_versions(&versions)) {
+      throw std::runtime_error(std::string("the CUDA driver cannot be asked for its version: ") +
+                               error_text(error));
+    }
+    const int32_t build = versions.runtime / 1000;
+    if (versions.driver / 1000 < build) {
+      const char* floor = build == 12 ? " (525 or newer)" : build == 13 ? " (580 or newer)" : "";
+      const std::string found = versions.driver == 0
+                                    ? "none is installed"
+                                    : "the installed one serves CUDA " +
+                                          std::to_string(versions.driver / 1000) + "." +
+                                          std::to_string(versions.driver % 1000 / 10);
+      throw std::runtime_error(
+          "this build of flash_ext needs an NVIDIA driver for CUDA " + std::to_string(build) +
+          floor + ", " + found +
+          ": update the driver, or rebuild flash_ext with an nvcc that it serves (FLASH_EXT_NVCC)");
+    }
+    return true;
+  }();
+}
+
+// Runs `enqueue(stream)` on the tensor's device and torch's current stream of it.
+template <class Enqueue>
+void launch(int32_t index, const Shape& shape, int32_t device, Enqueue enqueue) {
+  require_driver();
+  int32_t error = 0;
+  {
+    const DeviceGuard guard(device);
+    error = guard.error();
+    if (error == 0) error = enqueue(current_stream(device));
+  }
+  if (error == 0) return;
+  std::string message = kernel_text(index) + " failed on cuda:" + std::to_string(device) + " for " +
+                        shape_text(shape) + ": " + error_text(error);
+  if (is_missing_code(error)) {
+    message += std::string("; this build holds code for ") + kBuildInfo.archs +
+               ": rebuild with FLASH_EXT_CUDA_ARCHS naming the device's architecture (for example "
+               "FLASH_EXT_CUDA_ARCHS=86 for compute capability 8.6)";
+  }
+  throw std::runtime_error(message);
+}
+
+// A forward pass that may be launched.
+struct ForwardCall {
+  int32_t kernel;
+  int32_t device;
+  ForwardParams params;
+};
+
+// A call with every argument checked.
+inline ForwardCall prepare_forward(int32_t index, py::handle q_object, py::handle k_object,
+                                   py::handle v_object, py::handle out_object,
+                                   py::handle lse_object, py::handle sinks_object,
+                                   double softmax_scale, int64_t window_left, int64_t window_right,
+                                   bool bhsd) {
+  const Kernel& row = find_kernel(index, Pass::kForward);
+  const Axes axes{bhsd};
+  const Tensor q = read_tensor("q", q_object);
+  const Tensor k = read_tensor("k", k_object);
+  const Tensor v = read_tensor("v", v_object);
+  const Tensor out = read_tensor("out", out_object);
+  const Shape shape = read_shape(row, axes, q, k, v);
+  axes.expect(out, shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v);
+
+  ForwardParams params{};
+  params.shape = shape;
+  params.window = read_window(window_left, window_right);
+  params.dtype = row.dtype;
+  params.out_dtype = out.dtype == DType::kFloat32 ? DType::kFloat32 : row.dtype;
+  params.softmax_scale = static_cast<float>(softmax_scale);
+  params.q = read_view(axes, q, row.dtype, q);
+  params.k = read_view(axes, k, row.dtype, q);
+  params.v = read_view(axes, v, row.dtype, q);
+  params.out = read_view(axes, out, params.out_dtype, q);
+  params.lse =
+      read_floats("lse", lse_object, {shape.batch, shape.heads_q, shape.seqlen_q}, q).floats();
+  if (!sinks_object.is_none()) {
+    params.sinks = read_floats("sinks", sinks_object, {shape.heads_q}, q).floats();
+  }
+  return {index, q.device, params};
+}
+
+inline void run(const ForwardCall& call) {
+  const Shape& shape = call.params.shape;
+  // Without query rows there is nothing to do; without keys there still are rows to write.
+  if (shape.batch == 0 || shape.seqlen_q == 0 || shape.heads_q == 0) return;
+  launch(call.kernel, shape, call.device,
+         [&](void* stream) { return launch_forward(call.kernel, call.params, stream); });
+}
+
+inline void forward(int32_t index, py::handle q, py::handle k, py::handle v, py::handle out,
+                    py::handle lse, py::handle sinks, double softmax_scale, int64_t window_left,
+                    int64_t window_right, bool bhsd) {
+  run(prepare_forward(index, q, k, v, out, lse, sinks, softmax_scale, window_left, window_right,
+                      bhsd));
+}
+
+// A gradient to write, or a null view where nobody asked for it.
+struct Gradient {
+  View view;
+  int64_t bytes;
+};
+inline Gradient read_gradient(const char* name, py::handle object, Axes axes, DType dtype,
+                              const Tensor& input, const Tensor& q) {
+  if (object.is_none()) return {};
+  const Tensor tensor = read_tensor(name, object);
+  expect_shape(tensor, {input.shape[0], input.shape[1], input.shape[2], input.shape[3]});
+  expect_contiguous(tensor);
+  const int64_t elements = input.shape[0] * input.shape[1] * input.shape[2] * input.shape[3];
+  return {read_view(axes, tensor, dtype, q), elements * dtype_bytes(dtype)};
+}
+
+inline void backward(int32_t index, py::handle dout_object, py::handle dlse_object,
+                     py::handle q_object, py::handle k_object, py::handle v_object,
+                     py::handle out_object, py::handle lse_object, py::handle delta_object,
+                     py::handle dq_accum_object, py::handle dq_object, py::handle dk_object,
+                     py::handle dv_object, double softmax_scale, int64_t window_left,
+                     int64_t window_right, bool bhsd, py::handle dq_turns_object) {
+  const Kernel& row = find_kernel(index, Pass::kBackward);
+  const Axes axes{bhsd};
+  const Tensor q = read_tensor("q", q_object);
+  const Tensor k = read_tensor("k", k_object);
+  const Tensor v = read_tensor("v", v_object);
+  const Tensor out = read_tensor("out", out_object);
+  const Tensor dout = read_tensor("dout", dout_object);
+  const Shape shape = read_shape(row, axes, q, k, v);
+  for (const Tensor* tensor : {&out, &dout}) {
+    axes.expect(*tensor, shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v);
+  }
+  if (dq_object.is_none() != dq_accum_object.is_none()) {
+    fail<py::value_error>("dq_accum", dq_accum_object.is_none() ? "None" : "a tensor",
+                          "a workspace exactly when dq is asked for");
+  }
+
+  BackwardParams params{};
+  params.shape = shape;
+  params.window = read_window(window_left, window_right);
+  params.dtype = row.dtype;
+  params.softmax_scale = static_cast<float>(softmax_scale);
+  params.q = read_view(axes, q, row.dtype, q);
+  params.k = read_view(axes, k, row.dtype, q);
+  params.v = read_view(axes, v, row.dtype, q);
+  params.out = read_view(axes, out, row.dtype, q);
+  params.dout = read_view(axes, dout, row.dtype, q);
+  const auto rows = {shape.batch, int64_t{shape.heads_q}, shape.seqlen_q};
+  params.lse = read_floats("lse", lse_object, rows, q).floats();
+  if (!dlse_object.is_none()) params.dlse = read_floats("dlse", dlse_object, rows, q).floats();
+  params.delta = read_floats("delta", delta_object, rows, q).floats();
+  if (!dq_accum_object.is_none()) {
+    const Tensor dq_accum = read_floats(
+        "dq_accum", dq_accum_object,
+        {shape.batch, shape.heads_q, shape.seqlen_q, (shape.head_dim + 15) / 16 * 16}, q);
+    expect_aligned_rows(dq_accum);
+    params.dq_accum = dq_accum.floats();
+  }
+  if (!dq_turns_object.is_none()) {
+    const int64_t query_tiles = (shape.seqlen_q + row.block_m - 1) / row.block_m;
+    const Tensor dq_turns = read_tensor("dq_turns", dq_turns_object);
+    expect_shape(dq_turns, {1 + shape.batch * shape.heads_q * query_tiles * (row.threads / 32)});
+    expect_dtype(dq_turns, DType::kInt32);
+    expect_device(dq_turns, q);
+    expect_contiguous(dq_turns);
+    params.dq_turns = static_cast<int32_t*>(dq_turns.data);
+  }
+  params.dq = read_gradient("dq", dq_object, axes, row.dtype, q, q).view;
+  const Gradient dk = read_gradient("dk", dk_object, axes, row.dtype, k, q);
+  const Gradient dv = read_gradient("dv", dv_object, axes, row.dtype, v, q);
+  params.dk = dk.view;
+  params.dv = dv.view;
+
+  launch(index, shape, q.device, [&](void* stream) {
+    if (!dout.empty()) return launch_backward(index, params, stream);
+    // No query row looks at the keys: their gradients are zero, and there is nothing to launch.
+    for (const Gradient& gradient : {dk, dv}) {
+      if (gradient.view.data == nullptr || gradient.bytes == 0) continue;
+      if (int32_t error = fill_zero(gradient.view.data, gradient.bytes, stream)) return error;
+    }
+    return 0;
+  });
+}
+
+}  // namespace flash_ext::binding
