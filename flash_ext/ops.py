@@ -232,7 +232,8 @@ def _backward_cuda(
     """Gradients by a kernel.
 
     Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (B, Hq, Sq, D rounded up to
-    16); with `deterministic` also counters, int32 (1 + B * Hq * query tiles * warps,). Tensors that kernels cannot read in place are copied.
+    16); with `deterministic` also counters, int32 (1 + B * Hq * query tiles * warps,). Tensors that
+    kernels cannot read in place are copied.
     """
     deterministic = bool(deterministic)
     launch = launch_of(
@@ -295,8 +296,8 @@ def _rounded_up(size: int, step: int) -> int:
 
 
 def _dq_turns(kernel: Kernel, lse: Tensor) -> Tensor:
-    """Counters, zero, by which thread blocks start and add to dQ in a fixed order: one for the blocks
-    and (B, Hq, query tiles, warps)."""
+    """Counters, zero, that make thread blocks start and add to dQ in a fixed order: one for the
+    blocks, then (B, Hq, query tiles, warps)."""
     tiles = -(-lse.shape[-1] // kernel.block_m)
     counters = lse.shape[0] * lse.shape[1] * tiles * (kernel.threads // 32)
     return lse.new_zeros(1 + counters, dtype=torch.int32)

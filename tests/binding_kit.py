@@ -140,7 +140,7 @@ BAD_TENSORS: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], type, 
     # pass, argument, what is done to it, error, what its message says
     ("forward", "q", to(torch.float16), TypeError, "dtype bfloat16 was expected, got float16"),
     ("forward", "q", to(torch.float64), TypeError, "float16, bfloat16 or float32.*got float64"),
-    ("forward", "k", to(torch.int32), TypeError, "float16, bfloat16 or float32.*got int32"),
+    ("forward", "k", to(torch.int64), TypeError, "float16, bfloat16 or float32.*got int64"),
     ("forward", "k", to(torch.bool), TypeError, "float16, bfloat16 or float32.*got bool"),
     ("forward", "v", to(torch.float8_e4m3fn), TypeError, "got 8-bit DLPack type 10"),
     ("forward", "v", to(torch.complex64), TypeError, "got complex64"),

@@ -348,6 +348,27 @@ def test_d18_double_backward_is_refused(device: torch.device) -> None:
         dq.float().sum().backward()
 
 
+REPEATED = (
+    replace(SMALL, seqlen_q=500, seqlen_k=500, causal=True),
+    replace(SMALL, seqlen_q=300, seqlen_k=700, heads_k=1, head_dim=128, dtype=torch.float16),
+    replace(SMALL, seqlen_q=700, seqlen_k=300, head_dim=128, window_size=(100, 40)),
+    replace(SMALL, seqlen_q=390, seqlen_k=390, head_dim=256, causal=True),
+)
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=str)
+def test_d20_deterministic_gradients(case: Case, device: torch.device) -> None:
+    """D20: `deterministic` taken but ignored: bits of dq changed from run to run."""
+    inputs = make_inputs(case, device)
+    require_served(inputs, deterministic=True)
+    first = run(inputs, deterministic=True)
+    hold(inputs, first)
+    for _ in range(20 if device.type == "cuda" else 1):
+        again = run(inputs, deterministic=True)
+        for name, gradient in first.gradients.items():
+            assert_bit_equal(again.gradients[name], gradient, name)
+
+
 @pytest.mark.parametrize("head_dim", [8, 33, 40, 59, 63, 72, 80, 111, 120, 250])
 def test_d25_odd_head_dims_in_all_modes(head_dim: int, device: torch.device) -> None:
     """D25: paths without gradients failed where the head dim was padded; 1/sqrt(D) is of D."""

@@ -32,13 +32,8 @@ namespace flash_ext::sm80 {
 
 enum class Role { kValues, kKeys };  // the gradient a warp of a pair accumulates: dV or dK
 
-// Named barriers. The roles are separate code, so that the block's barrier needs a name too.
-enum Barrier { kBlockBarrier = 1, kPairBarriers = 2 };
-
-template <typename Config>
-__device__ __forceinline__ void sync_block() {
-  ptx::barrier_sync<Config::kThreads>(kBlockBarrier);
-}
+// Named barriers of the pairs: number 0 is __syncthreads.
+__device__ __forceinline__ int pair_barrier(int pair) { return 1 + pair; }
 
 // Where this thread block and this warp stand. Cheap enough to find out again where it is needed.
 template <typename Config>
@@ -95,11 +90,11 @@ __device__ __forceinline__ float softmax_exponent(float lse) {
 }
 
 // One tile of query rows, whose Q, dO, lse and delta are in `stage`: adds this warp's share to
-// `gradient` (16 kM keys, 8 kD), which is dV or dK by role, and puts dSᵀ into smem.ds[parity].
+// `gradient` (16 kM keys, 8 kD), which is dV or dK by role, and puts dSᵀ into smem.ds[stage].
 template <typename Config, Role kRole, int kM, int kD>
 __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
                                                typename Config::SharedStorage& smem, int tile,
-                                               int stage, int parity, bool masked,
+                                               int stage, bool masked,
                                                float (&gradient)[kM][kD][4]) {
   using T = typename Config::Element;
   using KTile = typename Config::KTile;
@@ -120,7 +115,7 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
       lane_offsets<KTile, RowFirst>(
           ptx::shared_address(kValues ? smem.k : smem.v) + pair_key * KTile::kRowBytes, lane),
       lane_offsets<QTile, ChunkFirst>(kValues ? q_tile : dout_tile, lane));
-  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(kPairBarriers + pair);
+  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(pair_barrier(pair));
 
   // Pᵀ = exp2(Sᵀ - lse), or dSᵀ = Pᵀ (dPᵀ - delta) with the Pᵀ of the other warp.
   uint4(&exchange)[Config::kPairBlocks][kWarpSize] = smem.p[pair];
@@ -162,9 +157,9 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
       for (int k = 0; k < kN / 2; ++k)
         exchange[m * kN / 2 + k][lane] = {operand[m][k][0], operand[m][k][1], operand[m][k][2],
                                           operand[m][k][3]};
-    ptx::barrier_arrive<2 * kWarpSize>(kPairBarriers + pair);
+    ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(pair));
   } else {
-    stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), operand, pair_key,
+    stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[stage]), operand, pair_key,
                                            lane);
   }
 
@@ -210,14 +205,14 @@ __device__ __forceinline__ Turn dq_turn(const BackwardParams& params,
 template <typename Config>
 __device__ __forceinline__ void add_dq_tile(const BackwardParams& params,
                                             typename Config::SharedStorage& smem, QueryTile at,
-                                            int parity) {
+                                            int stage) {
   using T = typename Config::Element;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   const int dq_row = warp / Config::kDqWarpsD * Config::kDqRows;
   const int dq_col = warp % Config::kDqWarpsD * Config::kDqCols;
   const auto ds_columns = lane_offsets<typename Config::DsTile, ChunkFirst, Config::kDqRows / 16>(
-      ptx::shared_address(smem.ds[parity]), lane, dq_row / 16);
+      ptx::shared_address(smem.ds[stage]), lane, dq_row / 16);
   const auto k_columns = lane_offsets<typename Config::KTile, RowFirst, Config::kDqCols / 16>(
       ptx::shared_address(smem.k), lane, dq_col / 16);
 
@@ -245,7 +240,7 @@ __device__ __forceinline__ bool sees_whole(const Shape& shape, const Window& win
 
 // The walk over the query heads of the group and their tiles: leaves dV or dK (32 keys, 8 kD) of
 // this warp's keys in `gradient`.
-template <typename Config, Role kRole, int kM, int kD>
+template <typename Config, int kM, int kD>
 __device__ __forceinline__ void accumulate(const BackwardParams& params,
                                            typename Config::SharedStorage& smem,
                                            float (&gradient)[kM][kD][4]) {
@@ -278,24 +273,24 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   load_keys(smem.v, params.v, shape.head_dim_v);
 
   // Values warps load Q and lse, keys warps dO and delta.
-  constexpr bool kValues = kRole == Role::kValues;
-  const View& queries = kValues ? params.q : params.dout;
-  const float* rows = kValues ? params.lse : params.delta;
+  const bool values = role_of_warp<Config>() == Role::kValues;
   const auto loader_of_head = [&](int64_t head) {
-    return QueryLoader(
-        head_matrix(queries, head / shape.heads_q, static_cast<int>(head % shape.heads_q)),
-        queries.seq_stride, seqlen_q, kValues ? shape.head_dim : shape.head_dim_v,
-        touching.begin);
+    const int64_t batch = head / shape.heads_q;
+    const int in_batch = static_cast<int>(head % shape.heads_q);
+    return values ? QueryLoader(head_matrix(params.q, batch, in_batch), params.q.seq_stride,
+                                seqlen_q, shape.head_dim, touching.begin)
+                  : QueryLoader(head_matrix(params.dout, batch, in_batch), params.dout.seq_stride,
+                                seqlen_q, shape.head_dim_v, touching.begin);
   };
   QueryLoader loader = loader_of_head(place.first_head);
   const auto load_queries = [&](QueryTile at, int stage) {
-    loader.load(ptx::shared_address(kValues ? smem.q[stage] : smem.dout[stage]), at.tile);
+    loader.load(ptx::shared_address(values ? smem.q[stage] : smem.dout[stage]), at.tile);
     const int thread = threadIdx.x % Config::kRoleThreads;
     if (thread < kBlockM) {
       const int row = at.tile * kBlockM + thread;
       ptx::cp_async_4(
-          ptx::shared_address(kValues ? &smem.lse[stage][thread] : &smem.delta[stage][thread]),
-          rows + at.head * shape.seqlen_q + row, row < seqlen_q ? sizeof(float) : 0);
+          ptx::shared_address(values ? &smem.lse[stage][thread] : &smem.delta[stage][thread]),
+          (values ? params.lse : params.delta) + at.head * shape.seqlen_q + row, row < seqlen_q ? sizeof(float) : 0);
     }
     ptx::cp_async_commit();
   };
@@ -303,52 +298,49 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
 
   smem.k_is_finite = true;
   ptx::cp_async_wait<0>();
-  sync_block<Config>();
+  __syncthreads();
   if (meets_nonfinite<T, KTile, Config::kThreads>(ptx::shared_address(smem.k)))
     smem.k_is_finite = false;
 
   // dQ of a tile waits for the next tile's barrier, which dSᵀ needs anyway. Keys warps, which wait
   // for Pᵀ, add it before their own products, values warps after.
   QueryTile at{place.first_head, touching.begin};
-  int parity = 0;
+  int stage = 0;
   const int steps = place.group * (touching.end - touching.begin);
-  for (int step = 0; step < steps; ++step, parity ^= 1) {
+  for (int step = 0; step < steps; ++step, stage ^= 1) {
     const QueryTile previous = at.previous(touching), next = at.next(touching);
-    const auto load_next = [&] {
-      if (next.tile == touching.begin) loader = loader_of_head(next.head);
-      load_queries(next, (parity ^ 1) % Config::kStages);
-    };
     const auto add_previous_dq = [&] {
       if (step == 0 || params.dq.data == nullptr) return;
       // The turn before is passed on only now, when its additions are long done.
       if (smem.ordered && step > 1) dq_turn<Config>(params, smem, previous.previous(touching)).pass();
-      add_dq_tile<Config>(params, smem, previous, parity ^ 1);
+      add_dq_tile<Config>(params, smem, previous, stage ^ 1);
     };
 
     ptx::cp_async_wait<0>();
-    sync_block<Config>();  // this tile and the previous dSᵀ are there, and the other stage is free
-    if (Config::kStages == 2 && step + 1 < steps) load_next();
+    __syncthreads();  // this tile and the previous dSᵀ are there, and the other stage is free
+    if (step + 1 < steps) {
+      if (next.tile == touching.begin) loader = loader_of_head(next.head);
+      load_queries(next, stage ^ 1);
+    }
 
     const bool masked = !sees_whole<Config>(shape, params.window, smem, at.tile);
-    if constexpr (!kValues) add_previous_dq();
-    add_query_tile<Config, kRole>(params, smem, at.tile, parity % Config::kStages, parity, masked,
-                                  gradient);
-    if constexpr (kValues) add_previous_dq();
-
-    if (Config::kStages == 1 && step + 1 < steps) {
-      sync_block<Config>();  // the only stage is read
-      load_next();
+    if (values) {
+      add_query_tile<Config, Role::kValues>(params, smem, at.tile, stage, masked, gradient);
+      add_previous_dq();
+    } else {
+      add_previous_dq();
+      add_query_tile<Config, Role::kKeys>(params, smem, at.tile, stage, masked, gradient);
     }
     at = next;
   }
-  sync_block<Config>();
+  __syncthreads();
   if (params.dq.data != nullptr) {
     const QueryTile last = at.previous(touching);
     if (smem.ordered && steps > 1) dq_turn<Config>(params, smem, last.previous(touching)).pass();
-    add_dq_tile<Config>(params, smem, last, parity ^ 1);
+    add_dq_tile<Config>(params, smem, last, stage ^ 1);
     if (smem.ordered) dq_turn<Config>(params, smem, last).pass();
   }
-  sync_block<Config>();  // K and V are read; their tiles may be overwritten
+  __syncthreads();  // K and V are read; their tiles may be overwritten
 }
 
 // Writes this warp's dV or dK by way of its own rows of the V or K tile.
@@ -389,11 +381,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   take_block(params.dq_turns, smem);
 
   Accumulator<Config::kPairKeys / 16, Config::kHeadDim / 8> gradient;  // (keys of a pair, D)
+  accumulate<Config>(params, smem, gradient);
   if (role_of_warp<Config>() == Role::kValues) {
-    accumulate<Config, Role::kValues>(params, smem, gradient);
     write_gradient<Config>(params.dv, shape, smem, smem.v, shape.head_dim_v, gradient);
   } else {
-    accumulate<Config, Role::kKeys>(params, smem, gradient);
     scale(gradient, params.softmax_scale);
     write_gradient<Config>(params.dk, shape, smem, smem.k, shape.head_dim, gradient);
   }

@@ -35,25 +35,20 @@ struct ForwardConfig {
   };
 };
 
-// Steps of the first products of the backward pass that are unrolled together, for the class of a
-// head dim: as many as ptxas takes without fetching fragments so far ahead that registers spill.
+// Steps of the first products of the backward pass that are unrolled together. At D 128 ptxas would
+// fetch fragments so far ahead that registers spill.
 template <int kHeadDim>
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kBackwardUnroll = kHeadDim == 256 ? 16 : 1;
-#else
-constexpr int kBackwardUnroll = kHeadDim == 128 ? 3 : kHeadDim / 16;
-#endif
+constexpr int kBackwardUnroll = kHeadDim == 128 ? 1 : kHeadDim / 16;
 
 // Backward: a block owns kBlockN keys and walks over Q and dO in tiles of kBlockM query rows. Warps
 // work in pairs that own kPairKeys keys: one warp keeps dV in registers, the other dK.
-template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kPairKeys_, int kStages_,
-          int kMinBlocks_>
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kPairKeys_, int kMinBlocks_>
 struct BackwardConfig {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = 2;
   static constexpr int kPairKeys = kPairKeys_;
   static constexpr int kMinBlocks = kMinBlocks_;  // that share a multiprocessor: caps registers
   static constexpr int kPairs = kBlockN / kPairKeys;
@@ -69,7 +64,6 @@ struct BackwardConfig {
   static constexpr int kDqRows = kBlockM / kDqWarpsM;
   static constexpr int kDqCols = kHeadDim / kDqWarpsD;
 
-  static_assert(kStages == 1 || kStages == 2, "the main loop loads at most one tile ahead");
   static_assert(kBlockM % 32 == 0 && kPairKeys % 16 == 0 && kBlockN % kPairKeys == 0,
                 "tiles are whole fragments");
   static_assert(kBlockM <= kRoleThreads, "a thread loads lse or delta of one row");
@@ -112,41 +106,40 @@ struct Tiles;
 template <typename T>
 struct Tiles<T, 32> {
   using Forward = TileList<ForwardConfig<T, 32, 128, 128, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 32, 64, 64, 32, 2, 3>>;
+  using Backward = TileList<BackwardConfig<T, 32, 64, 64, 32, 3>>;
 };
 
 template <typename T>
 struct Tiles<T, 64> {
   using Forward = TileList<ForwardConfig<T, 64, 128, 96, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 64, 32, 64, 32, 2, 3>>;
+  using Backward = TileList<BackwardConfig<T, 64, 32, 64, 32, 3>>;
 };
 
 template <typename T>
 struct Tiles<T, 96> {
   using Forward = TileList<ForwardConfig<T, 96, 128, 64, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 96, 64, 64, 32, 2, 2>>;
+  using Backward = TileList<BackwardConfig<T, 96, 64, 64, 32, 2>>;
 };
 
 template <typename T>
 struct Tiles<T, 128> {
   using Forward = TileList<ForwardConfig<T, 128, 128, 64, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 128, 64, 128, 32, 2, 1>,
-                            BackwardConfig<T, 128, 32, 64, 32, 2, 1>>;
+  using Backward = TileList<BackwardConfig<T, 128, 64, 128, 32, 1>,
+                            BackwardConfig<T, 128, 32, 64, 32, 1>>;
 };
 
 template <typename T>
 struct Tiles<T, 192> {
   using Forward = TileList<ForwardConfig<T, 192, 128, 64, 8, 2>, ForwardConfig<T, 192, 64, 32, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 192, 64, 64, 16, 2, 1>,
-                            BackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
+  using Backward = TileList<BackwardConfig<T, 192, 64, 64, 16, 1>,
+                            BackwardConfig<T, 192, 32, 32, 16, 1>>;
 };
 
 template <typename T>
 struct Tiles<T, 256> {
   using Forward = TileList<ForwardConfig<T, 256, 128, 64, 8, 2>, ForwardConfig<T, 256, 128, 32, 8, 2>,
                            ForwardConfig<T, 256, 64, 32, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 256, 32, 64, 16, 2, 1>,
-                            BackwardConfig<T, 256, 32, 32, 16, 1, 1>>;
+  using Backward = TileList<BackwardConfig<T, 256, 32, 64, 16, 1>>;
 };
 
 }  // namespace flash_ext::sm80

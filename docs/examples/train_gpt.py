@@ -54,7 +54,7 @@ class Config:
 
 
 CPU = Config(layers=3, heads=4, head_dim=32, seqlen=256, batch=8, steps=300, learning_rate=2e-3)
-GPU = Config(layers=8, heads=8, head_dim=64, seqlen=1024, batch=16, steps=300, learning_rate=1e-3)
+GPU = Config(layers=8, heads=8, head_dim=64, seqlen=1024, batch=16, steps=300, learning_rate=5e-4)
 
 
 def flash_ext_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
