@@ -76,7 +76,8 @@ def attention(
 
     Extra memory is linear in the sequence length. Forward: lse alone, fp32 (B, Hq, Sq). Backward on
     CUDA, while it runs: as much again and, where q has a gradient, dq in fp32, its rows padded to a
-    multiple of 16 columns. On CPU: the same, and a few tiles.
+    multiple of 16 columns; with `deterministic`, also one int32 counter for each warp of each tile
+    of queries. On CPU: the same, and a few tiles.
 
     Args:
         q: (B, Sq, Hq, D). On CUDA float16 or bfloat16, on CPU also float32 and float64. Under

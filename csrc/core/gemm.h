@@ -3,10 +3,10 @@
 // means it runs down the rows, and the load transposes.
 #pragma once
 
-#include "ptx/ldmatrix.h"
-#include "ptx/mma.h"
 #include "core/element.h"
 #include "core/layout.h"
+#include "ptx/ldmatrix.h"
+#include "ptx/mma.h"
 
 namespace flash_ext {
 

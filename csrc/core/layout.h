@@ -22,7 +22,7 @@ namespace flash_ext {
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int kWarpSize = 32;
-constexpr int kChunk = 8;        // 16-bit elements in 16 bytes, the unit of copies and of ldmatrix
+constexpr int kChunk = 8;  // 16-bit elements in 16 bytes, the unit of copies and of ldmatrix
 constexpr int kChunkBytes = 16;
 
 // A kRows x kCols tile of 16-bit elements, row-major, whose 16-byte chunks are permuted inside
@@ -51,9 +51,9 @@ struct SmemTile {
 template <typename Tile>
 struct LaneOffsets {
   static constexpr int kPhases = Tile::kPeriod / 2;  // a block is two chunks wide
-  uint32_t tile;                                     // address of the first row
-  uint32_t lane;                                     // this lane's offset in block (0, 0)
-  int first_col;                                     // block column that counts as 0
+  uint32_t tile;  // address of the first row
+  uint32_t lane;  // this lane's offset in block (0, 0)
+  int first_col;  // block column that counts as 0
 
   __device__ __forceinline__ uint32_t at(int block_row, int block_col) const {
     const int col = first_col + block_col;

@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "params.h"
 #include "core/layout.h"
+#include "params.h"
 
 namespace flash_ext {
 
@@ -29,9 +29,7 @@ class BandMask {
 
   // Keys that query `row` sees; the range is empty (begin >= end) where it sees none.
   __device__ __forceinline__ int first_key(int row) const { return max(0, row + left_); }
-  __device__ __forceinline__ int end_key(int row) const {
-    return min(seqlen_k_, row + right_ + 1);
-  }
+  __device__ __forceinline__ int end_key(int row) const { return min(seqlen_k_, row + right_ + 1); }
   __device__ __forceinline__ bool sees(int row, int key) const {
     return key >= first_key(row) && key < end_key(row);
   }

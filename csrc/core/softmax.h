@@ -10,8 +10,8 @@
 
 #include <cmath>
 
-#include "ptx/math.h"
 #include "core/layout.h"
+#include "ptx/math.h"
 
 namespace flash_ext {
 
@@ -72,7 +72,7 @@ class OnlineSoftmax {
         float sum[2] = {sum_[m][h], 0.f};  // two chains of additions hide each other's latency
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
-          float(&p)[4] = scores[m][n];
+          float (&p)[4] = scores[m][n];
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; ++i)
             p[i] = ptx::exp2_approx(fmaf(p[i], units, -reference));

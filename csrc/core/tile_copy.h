@@ -9,8 +9,8 @@
 namespace flash_ext {
 
 // Streams tiles of kRows rows of one (rows, cols) matrix with kThreads threads: the whole block, or
-// one of kParts equal parts of it. Eight neighbouring threads read 128 contiguous bytes of a row. Rows and columns past the end arrive as zeros, so
-// that memory nobody owns never enters a product.
+// one of kParts equal parts of it. Eight neighbouring threads read 128 contiguous bytes of a row.
+// Rows and columns past the end arrive as zeros, so that memory nobody owns never enters a product.
 template <typename Tile, int kRows, int kThreads, int kParts = 1>
 class TileLoader {
   static constexpr int kGroup = Tile::kPeriod;  // threads along a row

@@ -123,24 +123,24 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const int column = 8 * n + lane % 4 * 2;
-    const float2 row = *reinterpret_cast<const float2*>(
-        kValues ? &smem.lse[stage][column] : &smem.delta[stage][column]);
+    const float2 row = *reinterpret_cast<const float2*>(kValues ? &smem.lse[stage][column]
+                                                                : &smem.delta[stage][column]);
     const float subtract[2] = {kValues ? softmax_exponent(row.x) : row.x,
                                kValues ? softmax_exponent(row.y) : row.y};
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       float2 p[2];  // rows l / 4 and l / 4 + 8
       if constexpr (!kValues) {
-        const uint2 words = reinterpret_cast<const uint2*>(
-            &exchange[m * kN / 2 + n / 2][lane])[n % 2];
+        const uint2 words =
+            reinterpret_cast<const uint2*>(&exchange[m * kN / 2 + n / 2][lane])[n % 2];
         p[0] = Element<T>::unpack(words.x);
         p[1] = Element<T>::unpack(words.y);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        t[m][n][i] = kValues ? ptx::exp2_approx(fmaf(t[m][n][i], units, -subtract[i % 2]))
-                             : (i % 2 == 0 ? p[i / 2].x : p[i / 2].y) *
-                                   (t[m][n][i] - subtract[i % 2]);
+        t[m][n][i] = kValues
+                         ? ptx::exp2_approx(fmaf(t[m][n][i], units, -subtract[i % 2]))
+                         : (i % 2 == 0 ? p[i / 2].x : p[i / 2].y) * (t[m][n][i] - subtract[i % 2]);
     }
   }
   if (masked)
@@ -191,10 +191,9 @@ __device__ __forceinline__ Turn dq_turn(const BackwardParams& params,
   const Shape& shape = params.shape;
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
   const int first_row = at.tile * Config::kBlockM;
-  const Range touched =
-      BandMask(shape, params.window)
-          .template touched_key_tiles<Config::kBlockN>(
-              {first_row, min(first_row + Config::kBlockM, seqlen_q)});
+  const Range touched = BandMask(shape, params.window)
+                            .template touched_key_tiles<Config::kBlockN>(
+                                {first_row, min(first_row + Config::kBlockM, seqlen_q)});
   const int64_t query_tile = at.head * ceil_div(seqlen_q, Config::kBlockM) + at.tile;
   return {params.dq_turns + 1 + query_tile * Config::kWarps + threadIdx.x / kWarpSize,
           touched.end - 1 - BackwardPlace<Config>(shape, smem).at.tile};
@@ -290,7 +289,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
       const int row = at.tile * kBlockM + thread;
       ptx::cp_async_4(
           ptx::shared_address(values ? &smem.lse[stage][thread] : &smem.delta[stage][thread]),
-          (values ? params.lse : params.delta) + at.head * shape.seqlen_q + row, row < seqlen_q ? sizeof(float) : 0);
+          (values ? params.lse : params.delta) + at.head * shape.seqlen_q + row,
+          row < seqlen_q ? sizeof(float) : 0);
     }
     ptx::cp_async_commit();
   };
@@ -312,7 +312,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     const auto add_previous_dq = [&] {
       if (step == 0 || params.dq.data == nullptr) return;
       // The turn before is passed on only now, when its additions are long done.
-      if (smem.ordered && step > 1) dq_turn<Config>(params, smem, previous.previous(touching)).pass();
+      if (smem.ordered && step > 1)
+        dq_turn<Config>(params, smem, previous.previous(touching)).pass();
       add_dq_tile<Config>(params, smem, previous, stage ^ 1);
     };
 

@@ -36,9 +36,13 @@ struct ForwardConfig {
 };
 
 // Steps of the first products of the backward pass that are unrolled together. At D 128 ptxas would
-// fetch fragments so far ahead that registers spill.
+// fetch fragments so far ahead that registers spill; how far differs by architecture.
 template <int kHeadDim>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kBackwardUnroll = kHeadDim == 128 ? 1 : kHeadDim / 16;
+#else
+constexpr int kBackwardUnroll = kHeadDim == 128 ? 2 : kHeadDim / 16;
+#endif
 
 // Backward: a block owns kBlockN keys and walks over Q and dO in tiles of kBlockM query rows. Warps
 // work in pairs that own kPairKeys keys: one warp keeps dV in registers, the other dK.
@@ -58,7 +62,8 @@ struct BackwardConfig {
 
   // dQ (kBlockM, kHeadDim) is spread over the warps as a grid of kDqWarpsM x kDqWarpsD: 32 rows
   // each, or 16 where the columns cannot be shared.
-  static constexpr bool kWideDq = kBlockM / 32 <= kWarps && kHeadDim % (kWarps / (kBlockM / 32) * 16) == 0;
+  static constexpr bool kWideDq =
+      kBlockM / 32 <= kWarps && kHeadDim % (kWarps / (kBlockM / 32) * 16) == 0;
   static constexpr int kDqWarpsM = kWideDq ? kBlockM / 32 : kBlockM / 16;
   static constexpr int kDqWarpsD = kWarps / kDqWarpsM;
   static constexpr int kDqRows = kBlockM / kDqWarpsM;
@@ -124,21 +129,23 @@ struct Tiles<T, 96> {
 template <typename T>
 struct Tiles<T, 128> {
   using Forward = TileList<ForwardConfig<T, 128, 128, 64, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 128, 64, 128, 32, 1>,
-                            BackwardConfig<T, 128, 32, 64, 32, 1>>;
+  using Backward =
+      TileList<BackwardConfig<T, 128, 64, 128, 32, 1>, BackwardConfig<T, 128, 32, 64, 32, 1>>;
 };
 
 template <typename T>
 struct Tiles<T, 192> {
-  using Forward = TileList<ForwardConfig<T, 192, 128, 64, 8, 2>, ForwardConfig<T, 192, 64, 32, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 192, 64, 64, 16, 1>,
-                            BackwardConfig<T, 192, 32, 32, 16, 1>>;
+  using Forward =
+      TileList<ForwardConfig<T, 192, 128, 64, 8, 2>, ForwardConfig<T, 192, 64, 32, 4, 2>>;
+  using Backward =
+      TileList<BackwardConfig<T, 192, 64, 64, 16, 1>, BackwardConfig<T, 192, 32, 32, 16, 1>>;
 };
 
 template <typename T>
 struct Tiles<T, 256> {
-  using Forward = TileList<ForwardConfig<T, 256, 128, 64, 8, 2>, ForwardConfig<T, 256, 128, 32, 8, 2>,
-                           ForwardConfig<T, 256, 64, 32, 4, 2>>;
+  using Forward =
+      TileList<ForwardConfig<T, 256, 128, 64, 8, 2>, ForwardConfig<T, 256, 128, 32, 8, 2>,
+               ForwardConfig<T, 256, 64, 32, 4, 2>>;
   using Backward = TileList<BackwardConfig<T, 256, 32, 64, 16, 1>>;
 };
 
