@@ -120,7 +120,8 @@ def test_compiled_equals_eager(call: Call, device: torch.device) -> None:
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
             assert a.stride() == b.stride()
-            if device.type == "cuda":  # sums of 16-bit gradients, in any order
+            if device.type == "cuda" and call is same_tensor and a is not found[0]:
+                # The one leaf's gradient is a sum of three in 16 bits, in another order.
                 torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
             else:
                 torch.testing.assert_close(a, b)
