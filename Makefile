@@ -42,7 +42,7 @@ DEVICE_VENV := build/venv-$(notdir $(DEVICE_PYTHON))
 list = $(shell sed -n 's/^$(1) = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
 SOURCES := $(shell find setup.py pyproject.toml csrc flash_ext -type f \
              ! -name '*.pyc' ! -name '*.so' ! -name '.*')
-CPP := $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+CPP := $(shell find csrc bench tests -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 venv: $(VENV)/.made
 

@@ -10,12 +10,10 @@ every cell; a short table comes last. Exit code 1 if a result is wrong or flash_
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file: import from the root instead
@@ -23,33 +21,14 @@ if __name__ == "__main__" and not __package__:  # run as a file: import from the
 
 import torch
 
-import flash_ext
-from bench import schema, tables
+from bench import cli, schema, tables
 from bench.check import complaint, errors, slice_oracle
 from bench.providers import DEFAULT, PROVIDERS, Pass, Provider, make_inputs
-from bench.schema import Cell, Environment, Result, Row
+from bench.schema import Cell, Result, Row
 from flash_ext.testing import timing
-from flash_ext.testing.machine import driver_version
 
 MATMUL = "matmul"
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
-
-
-def environment(device: torch.device) -> Environment:
-    """The card, the driver and the versions in this process."""
-    build = flash_ext.build_info()
-    cuda = device.type == "cuda"
-    return Environment(
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        card=torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
-        driver=driver_version() if cuda else "none",
-        torch=torch.__version__,
-        cudnn=str(torch.backends.cudnn.version()) if cuda else "none",
-        flash_ext=build.version,
-        archs=";".join(build.archs) or "none",
-        nvcc=build.nvcc or "none",
-        digest=build.digests.get("csrc", "none"),
-    )
 
 
 def run_cell(
@@ -79,9 +58,7 @@ def run_cell(
         except Exception as error:  # peers fail in their own ways; the reason goes to the table
             if provider.ours:
                 traceback.print_exc()
-            reason = (str(error).strip().splitlines() or [""])[0]
-            reason = f"{type(error).__name__}: {reason}"
-            results[provider.name] = Result(provider.name, "failed", reason)
+            results[provider.name] = Result(provider.name, "failed", cli.in_one_line(error))
     del oracle
     size = MATMUL_SIZE[device.type]
     a, b = torch.randn(2, size, size, device=device, dtype=x.q.dtype).unbind(0)
@@ -127,72 +104,28 @@ def extra_memory(call: Pass, device: torch.device) -> float | None:
     return max(0, peak - before - returned) / 2**20
 
 
-def grid(args: argparse.Namespace) -> list[Cell]:
-    return [
-        schema.make_cell(
-            pass_name=pass_name, dtype=args.dtype, mask=mask, D=D, S=S,
-            tokens=args.tokens, hidden=args.hidden, group=args.group,
-        )
-        for pass_name in args.passes for D in args.head_dims
-        for mask in args.masks for S in args.seqlens
-    ]  # fmt: skip
-
-
-def positive(text: str) -> int:
-    """A positive integer; 4k is 4096."""
-    number, unit = (text[:-1], 1024) if text.endswith("k") else (text, 1)
-    if not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer such as 4k")
-    return int(number) * unit
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    p.add_argument("--head-dims", type=positive, nargs="+", default=[64, 128])
-    p.add_argument("--seqlens", type=positive, nargs="+", default=[1024, 4096, 16384])
-    p.add_argument("--masks", choices=schema.MASKS, nargs="+", default=list(schema.MASKS))
-    p.add_argument("--passes", choices=schema.PASSES, nargs="+", default=["forward", "backward"])
+    p = cli.new_parser("attention", __doc__)
+    cli.add_grid(p, list(schema.PASSES), ["forward", "backward"])
+    cli.add_tokens(p)
     p.add_argument("--providers", choices=PROVIDERS, nargs="+", default=DEFAULT)
-    p.add_argument("--tokens", type=positive, default=16384, help="batch = tokens / seqlen")
-    p.add_argument("--hidden", type=positive, default=2048, help="heads = hidden / head dim")
-    p.add_argument("--group", type=positive, default=1, help="query heads per key head")
-    p.add_argument("--dtype", choices=schema.DTYPES, default="bfloat16")
-    p.add_argument("--rounds", type=positive, default=20)
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
-                   help="cpu: a dry run, its figures mean nothing")  # fmt: skip
-    p.add_argument("--out", type=Path, default=Path("bench/results/tmp/attention.csv"))
+    cli.add_run(p, rounds=20, out="attention.csv")
     return p
-
-
-def progress(cells: Sequence[Cell]) -> Iterable[Cell]:
-    """The cells under a progress bar, or bare where tqdm is not installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return cells
-    bar: Iterable[Cell] = tqdm(cells, unit="cell", mininterval=2, file=sys.stderr)
-    return bar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        p.error("--device cuda: no CUDA device is visible (--device cpu makes a dry run)")
-    if min(args.seqlens) < 2:
-        p.error("--seqlens: got 1, expected at least 2 (with one key dq and dk are zero)")
+    device = cli.start(p, args)
     try:
-        timing.refuse_attached_tool()
-        cells = grid(args)
-    except (RuntimeError, ValueError) as error:
+        cells = cli.grid(args)
+    except ValueError as error:
         p.error(str(error))
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     providers = [PROVIDERS[name] for name in args.providers]
-    env = environment(device)
+    env = cli.environment(device)
     print(env, flush=True)
     rows: list[Row] = []
-    for cell in progress(cells):
+    for cell in cli.progress(cells):
         rows += [Row(env, cell, r) for r in run_cell(cell, providers, device, args.rounds)]
         schema.write_csv(args.out, rows)
         if device.type == "cuda":

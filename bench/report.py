@@ -30,6 +30,11 @@ COLORS = {
     "fa4": "tab:brown",
     "plain": "tab:gray",
 }
+# Memory that follows from a cell alone: label, property of Cell, line.
+REFERENCES = (
+    ("flash_ext, formula", "workspace_bytes", "k--"),
+    ("one score table", "score_table_bytes", "k:"),
+)
 FIGURES = {"tflops": "TFLOP/s", "extra_mib": "extra memory, MiB"}
 
 
@@ -57,6 +62,10 @@ def origin(environment: Environment) -> str:
 
 def markdown(rows: Sequence[Row], source: str, plots: Sequence[str]) -> str:
     """The whole generated document."""
+
+    def has(figure: str) -> bool:
+        return any(getattr(row.result, figure) is not None for row in rows)
+
     dtypes = ", ".join(sorted({row.cell.dtype for row in rows}))
     rounds = ", ".join(str(n) for n in sorted({r.result.rounds for r in rows if r.result.rounds}))
     parts = [
@@ -65,14 +74,22 @@ def markdown(rows: Sequence[Row], source: str, plots: Sequence[str]) -> str:
         origin(one_environment(rows)) + ".",
         f"Median of {rounds} rounds; all providers in one process on the same tensors, in turn, "
         "L2 flushed before each call, clocks untouched. FLOPs: forward 4·B·Hq·Sq·Sk·D, half if "
-        "causal; backward 2.5 times that. The matrix product is timed in turn with each cell.",
+        "causal; backward 2.5 times that, both together 3.5 times."
+        + (" The matrix product is timed in turn with each cell." if has("matmul_tflops") else ""),
         "## TFLOP/s",
         tables.throughput(rows).rstrip(),
         "## Ratios over all common cells",
         tables.ratios(rows).rstrip(),
         *[f"![{Path(name).stem}]({name})" for name in plots],
-        "## Peak memory beyond inputs and results, MiB",
-        tables.memory(rows).rstrip(),
+    ]
+    if has("extra_mib"):
+        parts += [
+            "## Peak memory beyond inputs and results, MiB",
+            "The formula is flash_ext's: lse forward; delta and dQ backward, all in fp32. Plain "
+            "attention keeps several score tables.",
+            tables.memory(rows).rstrip(),
+        ]
+    parts += [
         "## Milliseconds, median (20th–80th percentile)",
         tables.times(rows).rstrip(),
     ]
@@ -107,7 +124,7 @@ def plot(rows: Sequence[Row], pass_name: str, figure: str, path: Path) -> None:
     for row_axes in axes:
         row_axes[0].set_ylabel(FIGURES[figure])
     handles, labels = axes[0][0].get_legend_handles_labels()
-    plots.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+    plots.legend(handles, labels, loc="outside lower center", ncols=2 * len(masks), fontsize=9)
     e = one_environment(rows)
     plots.suptitle(f"{pass_name}, {e.card}, torch {e.torch}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,6 +140,10 @@ def _draw(axes: Any, panel: dict[Cell, dict[str, Result]], names: list[str], wha
             linestyle="--" if name == "plain" else "-", label=name, color=COLORS.get(name),
         )  # fmt: skip
     lengths = sorted({cell.Sq for cell in panel})
+    if what == "extra_mib":
+        for label, figure, style in REFERENCES:
+            values = {cell.Sq: getattr(cell, figure) / 2**20 for cell in panel}
+            axes.plot(lengths, [values[S] for S in lengths], style, label=label, linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [_short(S) for S in lengths])
     axes.minorticks_off()

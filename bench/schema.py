@@ -15,7 +15,7 @@ from typing import Any
 
 PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # FLOPs in forward passes
 MASKS = ("full", "causal")
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes
 
 # Rows of one run that compete with flash_ext for "best peer".
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
@@ -57,6 +57,22 @@ class Cell:
         table = self.B * self.Hq * self.Sq * self.Sk
         forward = 2 * table * (self.D + self.Dv) * (0.5 if self.causal else 1.0)
         return PASSES[self.pass_name] * forward
+
+    @property
+    def score_table_bytes(self) -> int:
+        """One table of scores, (B, Hq, Sq, Sk) in the cell's dtype."""
+        return self.B * self.Hq * self.Sq * self.Sk * DTYPES[self.dtype]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What flash_ext needs beyond inputs and results on CUDA, all of it fp32.
+
+        Forward: lse (B, Hq, Sq). Backward: delta, of the same size, and dQ (B, Hq, Sq, D rounded up
+        to 16). Both: the three together.
+        """
+        rows = self.B * self.Hq * self.Sq
+        dq = -(-self.D // 16) * 16
+        return 4 * rows * {"forward": 1, "backward": 1 + dq, "both": 2 + dq}[self.pass_name]
 
     @property
     def mask(self) -> str:

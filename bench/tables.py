@@ -9,6 +9,8 @@ from bench.schema import MASKS, PASSES, PEERS, Cell, Result, Row
 
 Figure = Callable[[Result], str]
 
+OUT_OF_MEMORY = "out of memory"  # the beginning of such a reason
+
 
 def render(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """An aligned Markdown table; the first column is text, the others are flush right."""
@@ -47,25 +49,27 @@ def throughput(rows: Sequence[Row]) -> str:
         ratio = "–" if main.vs_best_peer is None else f"{main.vs_best_peer:.2f} {main.best_peer}"
         share = "–" if main.matmul_share is None else f"{100 * main.matmul_share:.0f} %"
         figures = [_figure(results.get(name), _tflops) for name in names]
-        body.append([*_cell_columns(cell), *figures, ratio, share])
+        body.append([*cell_columns(cell), *figures, ratio, share])
     return render(header, body)
 
 
 def memory(rows: Sequence[Row]) -> str:
-    """Peak memory beyond inputs and results, MiB."""
+    """Peak memory beyond inputs and results, MiB, beside what it should be and the score table."""
     names = providers(rows)
     body = [
-        [*_cell_columns(cell), *(_figure(results.get(name), _extra) for name in names)]
+        [*cell_columns(cell), *(_figure(results.get(name), _extra) for name in names),
+         f"{cell.workspace_bytes / 2**20:.1f}", f"{cell.score_table_bytes / 2**20:.0f}"]
         for cell, results in by_cell(rows).items()
-    ]
-    return render(["pass", "D", "mask", "S", "B", "heads", *names], body)
+    ]  # fmt: skip
+    header = ["pass", "D", "mask", "S", "B", "heads", *names, "formula", "one score table"]
+    return render(header, body)
 
 
 def times(rows: Sequence[Row]) -> str:
     """Milliseconds, median (20th to 80th percentile)."""
     names = providers(rows)
     body = [
-        [*_cell_columns(cell), *(_figure(results.get(name), _ms) for name in names)]
+        [*cell_columns(cell), *(_figure(results.get(name), _ms) for name in names)]
         for cell, results in by_cell(rows).items()
     ]
     return render(["pass", "D", "mask", "S", "B", "heads", *names], body)
@@ -89,7 +93,7 @@ def ratios(rows: Sequence[Row]) -> str:
                 ]
                 if found:
                     least, where = min(found, key=lambda pair: pair[0])
-                    mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
+                    mean = geometric_mean([ratio for ratio, _ in found])
                     label = f"D{where.D} {where.mask} S{where.Sq}"
                     body.append(
                         [pass_name, ours_name, other, f"{mean:.3f}", f"{least:.3f}", label,
@@ -116,6 +120,10 @@ def unmeasured(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def speed(results: dict[str, Result], provider: str) -> float:
     """TFLOP/s, 0 where there is no figure."""
     result = results.get(provider)
@@ -127,15 +135,17 @@ def _order(cell: Cell) -> tuple[object, ...]:
             cell.B, cell.Hq, cell.Hk, cell.dtype)  # fmt: skip
 
 
-def _cell_columns(cell: Cell) -> list[str]:
+def cell_columns(cell: Cell) -> list[str]:
     heads = str(cell.Hq) if cell.Hq == cell.Hk else f"{cell.Hq}/{cell.Hk}"
     return [cell.pass_name, str(cell.D), cell.mask, str(cell.Sq), str(cell.B), heads]
 
 
 def _figure(result: Result | None, figure: Figure) -> str:
-    if result is None or result.status != "ok":
-        return result.status if result is not None and result.status != "unavailable" else "–"
-    return figure(result)
+    if result is None or result.status == "ok":
+        return "–" if result is None else figure(result)
+    if result.reason.startswith(OUT_OF_MEMORY):
+        return OUT_OF_MEMORY
+    return "–" if result.status == "unavailable" else result.status
 
 
 def _tflops(result: Result) -> str:

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from bench_kit import CELL, ENVIRONMENT, TINY, TOOLS, without_tools
 
-# Last, so that an installed flash_ext stays the one under test.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-if find_spec("bench") is None:
-    pytest.skip("the benchmarks are not part of this installation", allow_module_level=True)
-
-from bench import attention, check, profile, providers, report, schema, tables
-from bench.schema import Cell, Environment, Result, Row
+from bench import (
+    attention,
+    check,
+    kernels,
+    matmul,
+    memory,
+    profile,
+    providers,
+    report,
+    schema,
+    tables,
+)
+from bench.schema import Cell, Result, Row
 from flash_ext.testing import timing
-
-ENVIRONMENT = Environment(
-    date="2026-01-02 03:04 UTC", card="A card, with a comma", driver="1.2", torch="2.11",
-    cudnn="91900", flash_ext="0.1", archs="80;90a", nvcc="13.0", digest="0123456789abcdef0123",
-)  # fmt: skip
-CELL = Cell("forward", "bfloat16", False, B=4, Hq=16, Hk=16, Sq=4096, Sk=4096, D=128, Dv=128)
-TINY = ["--device", "cpu", "--dtype", "float32", "--head-dims", "16", "--seqlens", "48",
-        "--tokens", "96", "--hidden", "64", "--rounds", "2"]  # fmt: skip
-TOOLS = [*timing.TOOL_VARIABLES, "CUDA_LAUNCH_BLOCKING"]
 
 
 @pytest.fixture
 def no_tool(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment that no profiler or sanitizer has touched, whatever runs these tests."""
-    for name in {*TOOLS, *(n for n in timing.os.environ if n.startswith(tuple(TOOLS)))}:
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+    return without_tools(monkeypatch)
 
 
 def synthetic_rows() -> list[Row]:
@@ -202,7 +195,8 @@ def test_argument_errors(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is visible")
 def test_no_device_is_said_clearly(capsys: pytest.CaptureFixture[str]) -> None:
-    for main in (attention.main, profile.main):
+    commands = (attention, kernels, memory, matmul, profile)
+    for main in (command.main for command in commands):
         with pytest.raises(SystemExit):
             main([])
         assert "no CUDA device is visible" in capsys.readouterr().err
@@ -292,13 +286,48 @@ def test_a_wrong_result_is_not_timed(
     assert "plain wrong: out: relative error" in capsys.readouterr().out
 
 
+NCU_OUTPUT = """==PROF== Connected to process 12
+"ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum","{gmma}","{wait}","{barrier}"
+"","","byte","ns","inst","",""
+"0","flash_backward","1,572,864","450,432","n/a","1.25","2.5"
+"1","flash_backward_convert","0","1000","0","9","0"
+==PROF== Disconnected
+""".format(
+    gmma=profile.HOPPER_ONLY,
+    **{reason: f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
+       for reason in ("wait", "barrier")},
+)  # fmt: skip
+
+
+def test_ncu_counters() -> None:
+    found = profile.read_counters(NCU_OUTPUT)
+    assert [name for name, _ in found] == ["flash_backward", "flash_backward_convert"]
+    assert profile.HOPPER_ONLY not in found[0][1]
+    lines = [[word.strip() for word in line.split("|")[1:-1]]
+             for line in profile.counters_table(found).splitlines()]  # fmt: skip
+    assert ["time, us", "450.4", "1.0"] in lines
+    assert ["DRAM read, MiB", "1.5", "0.0"] in lines
+    assert ["HGMMA, k", "–", "0"] in lines
+    stalls = [line for line in lines if line[0].startswith("warps per issue")]
+    assert stalls[:2] == [["warps per issue: barrier", "2.50", "0.00"],
+                          ["warps per issue: wait", "1.25", "9.00"]]  # fmt: skip
+    with pytest.raises(ValueError, match="printed no table of counters:\n==ERROR== permission"):
+        profile.read_counters("==ERROR== permission\n")
+    with pytest.raises(ValueError, match="no kernel ran within the range profile_target"):
+        profile.read_counters("\n".join(NCU_OUTPUT.splitlines()[:3]))
+
+
 def test_ncu_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert profile.main(["--print-command", "--pass", "backward", "--seqlen", "4k"]) == 0
     command = capsys.readouterr().out
-    assert "--clock-control none --nvtx --nvtx-include profile_target/ --metrics " in command
-    assert all(metric in command for metric in profile.METRICS)
+    assert " --clock-control none " in command
+    assert " --nvtx --nvtx-include profile_target/ --kernel-name 'regex:^flash_' " in command
+    assert command.split(" --metrics ")[1].split()[0].split(",") == list(profile.COUNTERS)
     case = command.split(" -m bench.profile ")[1].split()
     again = profile.parser().parse_args(case)
+    assert again.only_run
     assert (again.pass_name, again.seqlen, again.provider) == ("backward", 4096, "flash_ext")
-    assert profile.main(["--print-command", "--report", "case"]) == 0
-    assert "--set full" in capsys.readouterr().out
+    assert profile.main(["--print-command", "--report", "case", "--provider", "plain"]) == 0
+    command = capsys.readouterr().out
+    assert "--set full" in command
+    assert "--kernel-name" not in command

@@ -1,0 +1,7 @@
+"""`python -m bench.matmul`."""
+
+import sys
+
+from bench.matmul import main
+
+sys.exit(main())
