@@ -22,6 +22,10 @@ struct View {
 // Sequences are shorter than this, so that positions and their differences fit 32 bits.
 constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
 
+// Query rows to which a thread block of a deterministic backward pass adds in one turn, a multiple
+// of every kBlockM. With more rows blocks wait less often, but start later one after the other.
+constexpr int kTurnRows = 128;
+
 // Sizes shared by every pass.
 struct Shape {
   int64_t batch;       // B
@@ -75,8 +79,9 @@ struct BackwardParams {
   float* dq_accum;  // (B, Hq, Sq, D rounded up to 16) workspace, zeroed by the kernels; null when
                     // dq is absent
 
-  // Counters, zero at the start, or null: 1 for blocks, then (B, Hq, query tiles, warps). With them
-  // thread blocks start in order and add to dQ in order, so that its bits never change.
+  // Counters, zero at the start, or null: 1 for blocks, then (B, Hq, Sq / kTurnRows rounded up,
+  // warps). With them thread blocks start in order and add to dQ in order, so that its bits never
+  // change.
   int32_t* dq_turns;
 
   View dq;  // (B, Sq, Hq, D), data may be null

@@ -43,6 +43,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # one that is not wan
 ALIGNMENT = 16  # bytes: kernels read rows in pieces of this size
 HEAD_DIM_STEP = 8  # kernels read head dims that are multiples of this
 DQ_STEP = 16  # and add up dQ in rows of this many columns, or a multiple
+TURN_ROWS = 128  # in a deterministic pass a block adds to this many rows in one turn
 MOST_LAUNCHES = 4096
 
 
@@ -297,9 +298,9 @@ def _rounded_up(size: int, step: int) -> int:
 
 def _dq_turns(kernel: Kernel, lse: Tensor) -> Tensor:
     """Counters, zero, that make thread blocks start and add to dQ in a fixed order: one for the
-    blocks, then (B, Hq, query tiles, warps)."""
-    tiles = -(-lse.shape[-1] // kernel.block_m)
-    counters = lse.shape[0] * lse.shape[1] * tiles * (kernel.threads // 32)
+    blocks, then (B, Hq, turns, warps)."""
+    turns = -(-lse.shape[-1] // TURN_ROWS)
+    counters = lse.shape[0] * lse.shape[1] * turns * (kernel.threads // 32)
     return lse.new_zeros(1 + counters, dtype=torch.int32)
 
 

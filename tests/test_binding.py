@@ -31,6 +31,8 @@ from binding_kit import (
 )
 from torch._subclasses import FakeTensorMode
 
+from flash_ext import ops
+
 _C = pytest.importorskip("flash_ext._C", reason="flash_ext is installed without compiled kernels")
 
 # --- what every machine can see -------------------------------------------------------------------
@@ -199,7 +201,7 @@ def test_turns_fit_the_kernel(forged: tuple[ModuleType, Forgery]) -> None:
         run("backward", call | {"dq_turns": torch.zeros(1, dtype=torch.int32)}, forged[0])
     row = _C.kernels()[call["kernel"]]
     B, Hq, Sq = call["lse"].shape
-    counters = 1 + B * Hq * -(-Sq // row["block_m"]) * (row["threads"] // 32)
+    counters = 1 + B * Hq * -(-Sq // ops.TURN_ROWS) * (row["threads"] // 32)
     with pytest.raises(TypeError, match="^dq_turns: dtype int32 was expected"):
         run("backward", call | {"dq_turns": torch.zeros(counters)}, forged[0])
 

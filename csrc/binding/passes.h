@@ -290,9 +290,9 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
     params.dq_accum = dq_accum.floats();
   }
   if (!dq_turns_object.is_none()) {
-    const int64_t query_tiles = (shape.seqlen_q + row.block_m - 1) / row.block_m;
+    const int64_t turns = (shape.seqlen_q + kTurnRows - 1) / kTurnRows;
     const Tensor dq_turns = read_tensor("dq_turns", dq_turns_object);
-    expect_shape(dq_turns, {1 + shape.batch * shape.heads_q * query_tiles * (row.threads / 32)});
+    expect_shape(dq_turns, {1 + shape.batch * shape.heads_q * turns * (row.threads / 32)});
     expect_dtype(dq_turns, DType::kInt32);
     expect_device(dq_turns, q);
     expect_contiguous(dq_turns);

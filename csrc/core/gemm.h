@@ -99,11 +99,12 @@ __device__ __forceinline__ void gemm_registers_columns(float (&acc)[kM][kN][4],
 }
 
 // acc (16 kM, 8 kN) += A (16 kM, 16 kK) . B (16 kK, 8 kN), both from columns of shared memory.
-template <typename T, NonFinite kNonFinite, int kK, int kM, int kN, typename TileA, typename TileB>
+template <typename T, NonFinite kNonFinite, int kK, int kUnroll, int kM, int kN, typename TileA,
+          typename TileB>
 __device__ __forceinline__ void gemm_columns_columns(float (&acc)[kM][kN][4],
                                                      const LaneOffsets<TileA>& a_columns,
                                                      const LaneOffsets<TileB>& b_columns) {
-#pragma unroll
+#pragma unroll kUnroll
   for (int k = 0; k < kK; ++k) {
     uint32_t a[kM][1][4];
 #pragma unroll

@@ -28,4 +28,19 @@ __device__ __forceinline__ TileCoordinate first_tile_first(int64_t block, int ti
   return {static_cast<int>(block % tiles), static_cast<int>(head % heads), head / heads};
 }
 
+// Tiles from the last to the first where each waits for the one before it: the same tile of several
+// heads in turn, so that blocks that start together rarely wait for each other. About kInFlight
+// blocks belong to such a set of heads.
+__device__ __forceinline__ TileCoordinate last_tile_first_across(int block, int tiles, int heads,
+                                                                 int64_t all_heads) {
+  constexpr int kInFlight = 512;
+  const int width = max(1, kInFlight / tiles);
+  const int set = block / (width * tiles);
+  const int in_set = block - set * width * tiles;
+  const int first_head = set * width;
+  const int set_width = static_cast<int>(min(static_cast<int64_t>(width), all_heads - first_head));
+  const int head = first_head + in_set % set_width;
+  return {tiles - 1 - in_set / set_width, head % heads, head / heads};
+}
+
 }  // namespace flash_ext

@@ -20,8 +20,7 @@ class Turn {
   }
 
   __device__ __forceinline__ void pass() const {
-    __threadfence();  // every lane's additions come before the turn of the next warp
-    __syncwarp();
+    __syncwarp();  // every lane's additions come before the turn of the next warp
     if (threadIdx.x % kWarpSize == 0) ptx::add_release(counter_, 1);
   }
 

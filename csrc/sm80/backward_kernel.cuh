@@ -2,16 +2,17 @@
 //
 //   one block: kBlockN keys of one key head            grid: key tiles x key heads x batch
 //   for each query head of the group, each tile of kBlockM query rows that sees the keys:
-//       values warp                                keys warp
+//       values                                     keys
 //       Sᵀ  = K Qᵀ                                 dPᵀ = V dOᵀ
-//       Pᵀ  = exp2(Sᵀ - lse)    -- shared -->      dSᵀ = Pᵀ (dPᵀ - delta)
+//       Pᵀ  = exp2(Sᵀ - lse)         -->           dSᵀ = Pᵀ (dPᵀ - delta)
 //       dV += Pᵀ dO                                dK += dSᵀ Q
 //       all warps, a tile later: dQ += dS K            (dSᵀ through shared memory, fp32 additions)
 //
 // Nothing S x S was saved: P comes again from lse. Scores are held transposed because their rows
 // are then keys, which a warp owns for the whole loop: Pᵀ and dSᵀ feed dV and dK from registers.
-// dK and dV of 32 keys would not fit one warp's registers at D 128; two warps share the work, and
-// reading 32 keys per fragment of Q or dO halves the shared-memory traffic that limits this pass.
+// Each fragment of Q or dO should serve 32 keys, for reading them from shared memory limits this
+// pass. Up to D 64 a warp has the registers for dV and dK of 32 keys and plays both roles; beyond,
+// two warps share a slice of keys, one for each role, and Pᵀ goes through shared memory.
 #pragma once
 
 #include "core/dq_workspace.h"
@@ -30,10 +31,10 @@
 
 namespace flash_ext::sm80 {
 
-enum class Role { kValues, kKeys };  // the gradient a warp of a pair accumulates: dV or dK
+enum class Role { kValues, kKeys, kBoth };  // the gradient a warp accumulates: dV, dK
 
-// Named barriers of the pairs: number 0 is __syncthreads.
-__device__ __forceinline__ int pair_barrier(int pair) { return 1 + pair; }
+// Named barriers of pairs of warps: number 0 is __syncthreads.
+__device__ __forceinline__ int pair_barrier(int slice) { return 1 + slice; }
 
 // Where this thread block and this warp stand. Cheap enough to find out again where it is needed.
 template <typename Config>
@@ -45,10 +46,9 @@ struct BackwardPlace {
 
   __device__ __forceinline__ BackwardPlace(const Shape& shape,
                                            const typename Config::SharedStorage& smem) {
-    const uint32_t block = ptx::load_shared_u32(ptx::shared_address(&smem.block));
-    const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
-    at = smem.ordered ? last_tile_first(block, tiles, shape.heads_k)
-                      : first_tile_first(block, tiles, shape.heads_k);
+    at = {static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.tile))),
+          static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.head))),
+          static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.batch)))};
     group = shape.heads_q / shape.heads_k;
     first_head = at.batch * shape.heads_q + at.head * group;
     first_key = at.tile * Config::kBlockN;
@@ -56,12 +56,12 @@ struct BackwardPlace {
 };
 
 template <typename Config>
-__device__ __forceinline__ int pair_of_warp() {
-  return threadIdx.x / kWarpSize % Config::kPairs;
+__device__ __forceinline__ int slice_of_warp() {
+  return threadIdx.x / kWarpSize % Config::kSlices;
 }
 template <typename Config>
-__device__ __forceinline__ Role role_of_warp() {
-  return threadIdx.x / kWarpSize < Config::kPairs ? Role::kValues : Role::kKeys;
+__device__ __forceinline__ bool in_first_half() {
+  return threadIdx.x < Config::kThreads / 2;
 }
 
 // Zeroes elements (16 kM keys, 8 kN queries) of pairs that do not see each other, whatever they
@@ -89,83 +89,120 @@ __device__ __forceinline__ float softmax_exponent(float lse) {
   return lse == -INFINITY ? INFINITY : lse * kLog2E;
 }
 
-// One tile of query rows, whose Q, dO, lse and delta are in `stage`: adds this warp's share to
-// `gradient` (16 kM keys, 8 kD), which is dV or dK by role, and puts dSᵀ into smem.ds[stage].
-template <typename Config, Role kRole, int kM, int kD>
+// Sᵀ = K Qᵀ or dPᵀ = V dOᵀ of this warp's slice of keys: (16 kM keys, 8 kN queries).
+template <typename Config, int kM, int kN>
+__device__ __forceinline__ void multiply_slice(float (&acc)[kM][kN][4], const char* keys,
+                                               const char* queries) {
+  using KTile = typename Config::KTile;
+  const int lane = threadIdx.x % kWarpSize;
+  const int slice_key = slice_of_warp<Config>() * Config::kSliceKeys;
+  clear(acc);
+  gemm_rows_rows<typename Config::Element, Config::kHeadDim / 16,
+                 kBackwardUnroll<Config::kHeadDim>>(
+      acc,
+      lane_offsets<KTile, RowFirst>(ptx::shared_address(keys) + slice_key * KTile::kRowBytes, lane),
+      lane_offsets<typename Config::QTile, ChunkFirst>(ptx::shared_address(queries), lane));
+}
+
+// The same for this warp's slice of keys and a query tile.
+template <typename Config, int kM, int kN>
+__device__ __forceinline__ void zero_masked_slice(float (&acc)[kM][kN][4],
+                                                  const BackwardParams& params,
+                                                  const typename Config::SharedStorage& smem,
+                                                  int tile) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int key = BackwardPlace<Config>(params.shape, smem).first_key +
+                  slice_of_warp<Config>() * Config::kSliceKeys + lane / 4;
+  zero_masked(acc, BandMask(params.shape, params.window), key,
+              tile * Config::kBlockM + lane % 4 * 2);
+}
+
+// One tile of query rows, the even or odd one of the walk: adds this warp's share to `gradients`
+// (16 kM keys, 8 kD), dV and then dK by role, and puts dSᵀ into smem.ds[parity].
+template <typename Config, Role kRole, int kGradients, int kM, int kD>
 __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
                                                typename Config::SharedStorage& smem, int tile,
-                                               int stage, bool masked,
-                                               float (&gradient)[kM][kD][4]) {
+                                               int parity, bool masked,
+                                               float (&gradients)[kGradients][kM][kD][4]) {
   using T = typename Config::Element;
-  using KTile = typename Config::KTile;
   using QTile = typename Config::QTile;
-  constexpr bool kValues = kRole == Role::kValues;
   constexpr int kN = Config::kBlockM / 8;  // 8-query columns of Sᵀ
   const int lane = threadIdx.x % kWarpSize;
-  const int pair = pair_of_warp<Config>();
-  const int pair_key = pair * Config::kPairKeys;
-  const uint32_t q_tile = ptx::shared_address(smem.q[stage]);
-  const uint32_t dout_tile = ptx::shared_address(smem.dout[stage]);
+  const int slice = slice_of_warp<Config>();
+  const int column = lane % 4 * 2;
+  const int stage = parity % Config::kStages;
+  const char* const q = smem.q[stage];
+  const char* const dout = smem.dout[stage];
 
-  // Sᵀ = K Qᵀ, or dPᵀ = V dOᵀ  (16 kM keys, 8 kN queries)
-  Accumulator<kM, kN> t;
-  clear(t);
-  gemm_rows_rows<T, Config::kHeadDim / 16, kBackwardUnroll<Config::kHeadDim>>(
-      t,
-      lane_offsets<KTile, RowFirst>(
-          ptx::shared_address(kValues ? smem.k : smem.v) + pair_key * KTile::kRowBytes, lane),
-      lane_offsets<QTile, ChunkFirst>(kValues ? q_tile : dout_tile, lane));
-  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(pair_barrier(pair));
+  constexpr bool kValues = kRole != Role::kKeys;
+  constexpr bool kKeys = kRole != Role::kValues;
 
-  // Pᵀ = exp2(Sᵀ - lse), or dSᵀ = Pᵀ (dPᵀ - delta) with the Pᵀ of the other warp.
-  uint4(&exchange)[Config::kPairBlocks][kWarpSize] = smem.p[pair];
-  const float units = params.softmax_scale * kLog2E;
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-    const int column = 8 * n + lane % 4 * 2;
-    const float2 row = *reinterpret_cast<const float2*>(kValues ? &smem.lse[stage][column]
-                                                                : &smem.delta[stage][column]);
-    const float subtract[2] = {kValues ? softmax_exponent(row.x) : row.x,
-                               kValues ? softmax_exponent(row.y) : row.y};
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      float2 p[2];  // rows l / 4 and l / 4 + 8
-      if constexpr (!kValues) {
-        const uint2 words =
-            reinterpret_cast<const uint2*>(&exchange[m * kN / 2 + n / 2][lane])[n % 2];
-        p[0] = Element<T>::unpack(words.x);
-        p[1] = Element<T>::unpack(words.y);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        t[m][n][i] = kValues
-                         ? ptx::exp2_approx(fmaf(t[m][n][i], units, -subtract[i % 2]))
-                         : (i % 2 == 0 ? p[i / 2].x : p[i / 2].y) * (t[m][n][i] - subtract[i % 2]);
-    }
-  }
-  if (masked)
-    zero_masked(t, BandMask(params.shape, params.window),
-                BackwardPlace<Config>(params.shape, smem).first_key + pair_key + lane / 4,
-                tile * Config::kBlockM + lane % 4 * 2);
+  Accumulator<kM, kN> s;   // Sᵀ (16 kM keys, 8 kN queries)
+  Accumulator<kM, kN> ds;  // dPᵀ, then dSᵀ
+  if constexpr (kValues) multiply_slice<Config>(s, smem.k, q);
+  if constexpr (kKeys) multiply_slice<Config>(ds, smem.v, dout);
 
-  uint32_t operand[kM][kN / 2][4];  // (16 kM keys, 8 kN queries) as A fragments
-  to_operand<T>(operand, t);
+  uint32_t p[kM][kN / 2][4];  // Pᵀ = exp2(Sᵀ - lse) as A fragments
   if constexpr (kValues) {
+    const float units = params.softmax_scale * kLog2E;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + column]);
+      const float subtract[2] = {softmax_exponent(lse.x), softmax_exponent(lse.y)};
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], units, -subtract[i % 2]));
+    }
+    if (masked) zero_masked_slice<Config>(s, params, smem, tile);
+    to_operand<T>(p, s);
+  }
+
+  // Two warps meet here: P goes from one to the other.
+  auto& exchange = smem.p[slice];
+  if constexpr (!kKeys) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int k = 0; k < kN / 2; ++k)
-        exchange[m * kN / 2 + k][lane] = {operand[m][k][0], operand[m][k][1], operand[m][k][2],
-                                          operand[m][k][3]};
-    ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(pair));
-  } else {
-    stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[stage]), operand, pair_key,
-                                           lane);
+        exchange[m * kN / 2 + k][lane] = {p[m][k][0], p[m][k][1], p[m][k][2], p[m][k][3]};
+    ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(slice));
+  }
+  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(pair_barrier(slice));
+
+  if constexpr (kKeys) {  // dSᵀ = Pᵀ (dPᵀ - delta)
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * n + column]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        uint2 words;  // rows l / 4 and l / 4 + 8
+        if constexpr (kValues)
+          words = {p[m][n / 2][n % 2 * 2], p[m][n / 2][n % 2 * 2 + 1]};
+        else
+          words = reinterpret_cast<const uint2*>(&exchange[m * kN / 2 + n / 2][lane])[n % 2];
+        const float2 top = Element<T>::unpack(words.x), bottom = Element<T>::unpack(words.y);
+        ds[m][n][0] = top.x * (ds[m][n][0] - delta.x);
+        ds[m][n][1] = top.y * (ds[m][n][1] - delta.y);
+        ds[m][n][2] = bottom.x * (ds[m][n][2] - delta.x);
+        ds[m][n][3] = bottom.y * (ds[m][n][3] - delta.y);
+      }
+    }
+    if (masked) zero_masked_slice<Config>(ds, params, smem, tile);
   }
 
-  // dV += Pᵀ dO, or dK += dSᵀ Q
-  gemm_registers_columns<T>(gradient, operand,
-                            lane_offsets<QTile, RowFirst>(kValues ? dout_tile : q_tile, lane));
+  if constexpr (kValues)  // dV += Pᵀ dO
+    gemm_registers_columns<T>(gradients[0], p,
+                              lane_offsets<QTile, RowFirst>(ptx::shared_address(dout), lane));
+  if constexpr (kKeys) {  // dK += dSᵀ Q
+    uint32_t operand[kM][kN / 2][4];
+    to_operand<T>(operand, ds);
+    stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), operand,
+                                           slice * Config::kSliceKeys, lane);
+    gemm_registers_columns<T>(gradients[kGradients - 1], operand,
+                              lane_offsets<QTile, RowFirst>(ptx::shared_address(q), lane));
+  }
 }
 
 // A tile of query rows of one head, the head counted in the flat order (batch, head). The walk goes
@@ -182,46 +219,50 @@ struct QueryTile {
   }
 };
 
-// The turn of this warp's part of a query tile. Key tiles add to it from the last to the first:
-// under a causal mask the last one starts there and makes nobody wait. Blocks start in that order
-// too, so that a block only waits for blocks that run.
+// The turn of this warp's part of the kTurnRows query rows that hold a tile. Key tiles add to them
+// from the last to the first: under a causal mask the last one starts there and makes nobody wait.
+// Blocks start in that order too, so that a block only waits for blocks that run.
 template <typename Config>
 __device__ __forceinline__ Turn dq_turn(const BackwardParams& params,
                                         const typename Config::SharedStorage& smem, QueryTile at) {
+  constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
   const Shape& shape = params.shape;
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
-  const int first_row = at.tile * Config::kBlockM;
+  const int turn = at.tile / kTurnTiles;
   const Range touched = BandMask(shape, params.window)
                             .template touched_key_tiles<Config::kBlockN>(
-                                {first_row, min(first_row + Config::kBlockM, seqlen_q)});
-  const int64_t query_tile = at.head * ceil_div(seqlen_q, Config::kBlockM) + at.tile;
-  return {params.dq_turns + 1 + query_tile * Config::kWarps + threadIdx.x / kWarpSize,
+                                {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
+  const int64_t counter = at.head * ceil_div(seqlen_q, kTurnRows) + turn;
+  return {params.dq_turns + 1 + counter * Config::kWarps + threadIdx.x / kWarpSize,
           touched.end - 1 - BackwardPlace<Config>(shape, smem).at.tile};
 }
 
-// Adds dS K of a tile whose dSᵀ is complete to dQ. A query that sees a key with NaN or infinity has
-// NaN in its row of dSᵀ; one that does not must not meet it as 0 * inf, so such keys count as zero.
+// Adds dS K of a tile whose dSᵀ is complete to dQ, if it begins a turn then not before that. A
+// query that sees a key with NaN or infinity has NaN in its row of dSᵀ; one that does not must not
+// meet it as 0 * inf, so such keys count as zero.
 template <typename Config>
 __device__ __forceinline__ void add_dq_tile(const BackwardParams& params,
                                             typename Config::SharedStorage& smem, QueryTile at,
-                                            int stage) {
+                                            int parity, bool begins_turn) {
   using T = typename Config::Element;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   const int dq_row = warp / Config::kDqWarpsD * Config::kDqRows;
   const int dq_col = warp % Config::kDqWarpsD * Config::kDqCols;
   const auto ds_columns = lane_offsets<typename Config::DsTile, ChunkFirst, Config::kDqRows / 16>(
-      ptx::shared_address(smem.ds[stage]), lane, dq_row / 16);
+      ptx::shared_address(smem.ds[parity]), lane, dq_row / 16);
   const auto k_columns = lane_offsets<typename Config::KTile, RowFirst, Config::kDqCols / 16>(
       ptx::shared_address(smem.k), lane, dq_col / 16);
 
   Accumulator<Config::kDqRows / 16, Config::kDqCols / 8> dq;
   clear(dq);
   if (smem.k_is_finite)
-    gemm_columns_columns<T, NonFinite::kKeep, Config::kBlockN / 16>(dq, ds_columns, k_columns);
+    gemm_columns_columns<T, NonFinite::kKeep, Config::kBlockN / 16, kDqUnroll<Config>>(
+        dq, ds_columns, k_columns);
   else
-    gemm_columns_columns<T, NonFinite::kDrop, Config::kBlockN / 16>(dq, ds_columns, k_columns);
-  if (smem.ordered) dq_turn<Config>(params, smem, at).wait();
+    gemm_columns_columns<T, NonFinite::kDrop, Config::kBlockN / 16, kDqUnroll<Config>>(
+        dq, ds_columns, k_columns);
+  if (begins_turn) dq_turn<Config>(params, smem, at).wait();
   DqWorkspace(params.dq_accum, params.shape, at.head)
       .template add<Config::kHeadDim>(dq, at.tile * Config::kBlockM + dq_row, dq_col, lane);
 }
@@ -237,18 +278,18 @@ __device__ __forceinline__ bool sees_whole(const Shape& shape, const Window& win
   return tile >= whole.begin && tile < whole.end;
 }
 
-// The walk over the query heads of the group and their tiles: leaves dV or dK (32 keys, 8 kD) of
-// this warp's keys in `gradient`.
-template <typename Config, int kM, int kD>
+// The walk over the query heads of the group and their tiles: leaves dV and dK (kSliceKeys, 8 kD)
+// of this warp's keys, or the one of its role, in `gradients`.
+template <typename Config, int kGradients, int kM, int kD>
 __device__ __forceinline__ void accumulate(const BackwardParams& params,
                                            typename Config::SharedStorage& smem,
-                                           float (&gradient)[kM][kD][4]) {
+                                           float (&gradients)[kGradients][kM][kD][4]) {
   using T = typename Config::Element;
   using KTile = typename Config::KTile;
   using QTile = typename Config::QTile;
   constexpr int kBlockM = Config::kBlockM;
   constexpr int kBlockN = Config::kBlockN;
-  using QueryLoader = TileLoader<QTile, kBlockM, Config::kRoleThreads, 2>;
+  using QueryLoader = TileLoader<QTile, kBlockM, Config::kLoadThreads, 2>;
 
   const Shape& shape = params.shape;
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
@@ -259,7 +300,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const Range touching =
       mask.template touching_query_tiles<kBlockM>({keys.begin, min(keys.end, seqlen_k)});
 
-  clear(gradient);
+#pragma unroll
+  for (auto& gradient : gradients) clear(gradient);
   if (touching.begin == touching.end) return;
 
   // K and V stay for the whole block; Q and dO tiles stream past.
@@ -271,25 +313,26 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   load_keys(smem.k, params.k, shape.head_dim);
   load_keys(smem.v, params.v, shape.head_dim_v);
 
-  // Values warps load Q and lse, keys warps dO and delta.
-  const bool values = role_of_warp<Config>() == Role::kValues;
+  // One half of the block, the values warps of pairs, loads Q and lse, the other dO and delta.
+  const bool first_half = in_first_half<Config>();
   const auto loader_of_head = [&](int64_t head) {
     const int64_t batch = head / shape.heads_q;
     const int in_batch = static_cast<int>(head % shape.heads_q);
-    return values ? QueryLoader(head_matrix(params.q, batch, in_batch), params.q.seq_stride,
-                                seqlen_q, shape.head_dim, touching.begin)
-                  : QueryLoader(head_matrix(params.dout, batch, in_batch), params.dout.seq_stride,
-                                seqlen_q, shape.head_dim_v, touching.begin);
+    return first_half
+               ? QueryLoader(head_matrix(params.q, batch, in_batch), params.q.seq_stride, seqlen_q,
+                             shape.head_dim, touching.begin)
+               : QueryLoader(head_matrix(params.dout, batch, in_batch), params.dout.seq_stride,
+                             seqlen_q, shape.head_dim_v, touching.begin);
   };
   QueryLoader loader = loader_of_head(place.first_head);
   const auto load_queries = [&](QueryTile at, int stage) {
-    loader.load(ptx::shared_address(values ? smem.q[stage] : smem.dout[stage]), at.tile);
-    const int thread = threadIdx.x % Config::kRoleThreads;
+    loader.load(ptx::shared_address(first_half ? smem.q[stage] : smem.dout[stage]), at.tile);
+    const int thread = threadIdx.x % Config::kLoadThreads;
     if (thread < kBlockM) {
       const int row = at.tile * kBlockM + thread;
       ptx::cp_async_4(
-          ptx::shared_address(values ? &smem.lse[stage][thread] : &smem.delta[stage][thread]),
-          (values ? params.lse : params.delta) + at.head * shape.seqlen_q + row,
+          ptx::shared_address(first_half ? &smem.lse[stage][thread] : &smem.delta[stage][thread]),
+          (first_half ? params.lse : params.delta) + at.head * shape.seqlen_q + row,
           row < seqlen_q ? sizeof(float) : 0);
     }
     ptx::cp_async_commit();
@@ -302,45 +345,50 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   if (meets_nonfinite<T, KTile, Config::kThreads>(ptx::shared_address(smem.k)))
     smem.k_is_finite = false;
 
-  // dQ of a tile waits for the next tile's barrier, which dSᵀ needs anyway. Keys warps, which wait
-  // for Pᵀ, add it before their own products, values warps after.
+  // dQ of a tile waits for the next tile's barrier, which dSᵀ needs anyway.
   QueryTile at{place.first_head, touching.begin};
-  int stage = 0;
+  int parity = 0;
   const int steps = place.group * (touching.end - touching.begin);
-  for (int step = 0; step < steps; ++step, stage ^= 1) {
-    const QueryTile previous = at.previous(touching), next = at.next(touching);
-    const auto add_previous_dq = [&] {
-      if (step == 0 || params.dq.data == nullptr) return;
-      // The turn before is passed on only now, when its additions are long done.
-      if (smem.ordered && step > 1)
-        dq_turn<Config>(params, smem, previous.previous(touching)).pass();
-      add_dq_tile<Config>(params, smem, previous, stage ^ 1);
-    };
-
+  const auto load_next = [&](QueryTile next) {
+    if (next.tile == touching.begin) loader = loader_of_head(next.head);
+    load_queries(next, (parity ^ 1) % Config::kStages);
+  };
+  const auto add_previous_dq = [&](int step) {
+    if (step == 0 || params.dq.data == nullptr) return;
+    const QueryTile previous = at.previous(touching);
+    const bool begins_turn = smem.ordered && (previous.tile == touching.begin ||
+                                              previous.tile % (kTurnRows / kBlockM) == 0);
+    // The turn before is passed on only now, when its additions are long done.
+    if (begins_turn && step > 1) dq_turn<Config>(params, smem, previous.previous(touching)).pass();
+    add_dq_tile<Config>(params, smem, previous, parity ^ 1, begins_turn);
+  };
+  for (int step = 0; step < steps; ++step, parity ^= 1) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // this tile and the previous dSᵀ are there, and the other stage is free
-    if (step + 1 < steps) {
-      if (next.tile == touching.begin) loader = loader_of_head(next.head);
-      load_queries(next, stage ^ 1);
-    }
-
+    const QueryTile next = at.next(touching);
     const bool masked = !sees_whole<Config>(shape, params.window, smem, at.tile);
-    if (values) {
-      add_query_tile<Config, Role::kValues>(params, smem, at.tile, stage, masked, gradient);
-      add_previous_dq();
-    } else {
-      add_previous_dq();
-      add_query_tile<Config, Role::kKeys>(params, smem, at.tile, stage, masked, gradient);
+    if (Config::kStages == 2 && step + 1 < steps) load_next(next);
+
+    if constexpr (Config::kSliceWarps == 1) {
+      add_previous_dq(step);
+      add_query_tile<Config, Role::kBoth>(params, smem, at.tile, parity, masked, gradients);
+    } else if (first_half) {
+      add_query_tile<Config, Role::kValues>(params, smem, at.tile, parity, masked, gradients);
+      add_previous_dq(step);
+    } else {  // waits for Pᵀ: dQ first
+      add_previous_dq(step);
+      add_query_tile<Config, Role::kKeys>(params, smem, at.tile, parity, masked, gradients);
+    }
+    if (Config::kStages == 1 && step + 1 < steps) {
+      __syncthreads();  // the only stage is read
+      load_next(next);
     }
     at = next;
   }
   __syncthreads();
-  if (params.dq.data != nullptr) {
-    const QueryTile last = at.previous(touching);
-    if (smem.ordered && steps > 1) dq_turn<Config>(params, smem, last.previous(touching)).pass();
-    add_dq_tile<Config>(params, smem, last, stage ^ 1);
-    if (smem.ordered) dq_turn<Config>(params, smem, last).pass();
-  }
+  add_previous_dq(steps);
+  if (smem.ordered && params.dq.data != nullptr)
+    dq_turn<Config>(params, smem, at.previous(touching)).pass();
   __syncthreads();  // K and V are read; their tiles may be overwritten
 }
 
@@ -354,21 +402,32 @@ __device__ __forceinline__ void write_gradient(const View& view, const Shape& sh
   using KTile = typename Config::KTile;
   const BackwardPlace<Config> place(shape, smem);
   const int lane = threadIdx.x % kWarpSize;
-  const int pair_key = pair_of_warp<Config>() * Config::kPairKeys;
+  const int slice_key = slice_of_warp<Config>() * Config::kSliceKeys;
   const uint32_t staging = ptx::shared_address(tile);
-  stage_fragments<typename Config::Element, KTile>(staging, gradient, pair_key, lane);
+  stage_fragments<typename Config::Element, KTile>(staging, gradient, slice_key, lane);
   __syncwarp();
-  store_staged_rows<KTile, Config::kPairKeys>(
-      head_matrix(view, place.at.batch, place.at.head), view.seq_stride, place.first_key + pair_key,
-      static_cast<int>(shape.seqlen_k), cols, staging, pair_key, lane);
+  store_staged_rows<KTile, Config::kSliceKeys>(head_matrix(view, place.at.batch, place.at.head),
+                                               view.seq_stride, place.first_key + slice_key,
+                                               static_cast<int>(shape.seqlen_k), cols, staging,
+                                               slice_key, lane);
 }
 
-// Numbers blocks: by their index, or, where they wait for each other, by the order of their start.
-template <typename SharedStorage>
-__device__ __forceinline__ void take_block(int* started, SharedStorage& smem) {
+// Finds this block's tile: by the block's index, or, where blocks wait for each other, by the order
+// of their start.
+template <typename Config>
+__device__ __forceinline__ void take_tile(const BackwardParams& params,
+                                          typename Config::SharedStorage& smem) {
   if (threadIdx.x == 0) {
-    smem.ordered = started != nullptr;
-    smem.block = smem.ordered ? atomicAdd(started, 1) : blockIdx.x;
+    const Shape& shape = params.shape;
+    const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
+    smem.ordered = params.dq_turns != nullptr;
+    const TileCoordinate at =
+        smem.ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shape.heads_k,
+                                              shape.heads_k * shape.batch)
+                     : first_tile_first(blockIdx.x, tiles, shape.heads_k);
+    smem.tile = at.tile;
+    smem.head = at.head;
+    smem.batch = static_cast<int>(at.batch);
   }
   __syncthreads();
 }
@@ -379,15 +438,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   extern __shared__ char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   const Shape& shape = params.shape;
-  take_block(params.dq_turns, smem);
+  take_tile<Config>(params, smem);
 
-  Accumulator<Config::kPairKeys / 16, Config::kHeadDim / 8> gradient;  // (keys of a pair, D)
-  accumulate<Config>(params, smem, gradient);
-  if (role_of_warp<Config>() == Role::kValues) {
-    write_gradient<Config>(params.dv, shape, smem, smem.v, shape.head_dim_v, gradient);
-  } else {
-    scale(gradient, params.softmax_scale);
-    write_gradient<Config>(params.dk, shape, smem, smem.k, shape.head_dim, gradient);
+  // dV and dK (keys of a slice, D), or one of them
+  Accumulator<Config::kSliceKeys / 16, Config::kHeadDim / 8> gradients[Config::kGradients];
+  accumulate<Config>(params, smem, gradients);
+  if (Config::kSliceWarps == 1 || in_first_half<Config>())
+    write_gradient<Config>(params.dv, shape, smem, smem.v, shape.head_dim_v, gradients[0]);
+  if (Config::kSliceWarps == 1 || !in_first_half<Config>()) {
+    auto& dk = gradients[Config::kGradients - 1];
+    scale(dk, params.softmax_scale);
+    write_gradient<Config>(params.dk, shape, smem, smem.k, shape.head_dim, dk);
   }
 }
 

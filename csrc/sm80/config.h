@@ -35,30 +35,41 @@ struct ForwardConfig {
   };
 };
 
-// Steps of the first products of the backward pass that are unrolled together. At D 128 ptxas would
-// fetch fragments so far ahead that registers spill; how far differs by architecture.
+// Steps of the backward products that are unrolled together, first those over D, then those over
+// the keys of a block. With all of them ptxas fetches fragments so far ahead that registers spill;
+// how far differs by architecture.
 template <int kHeadDim>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kBackwardUnroll = kHeadDim == 128 ? 1 : kHeadDim / 16;
+constexpr int kBackwardUnroll = kHeadDim == 64    ? 2
+                                : kHeadDim == 128 ? 1
+                                                  : kHeadDim / 16;
 #else
 constexpr int kBackwardUnroll = kHeadDim == 128 ? 2 : kHeadDim / 16;
 #endif
+template <typename Config>
+constexpr int kDqUnroll = Config::kHeadDim == 256 ? 1 : Config::kBlockN / 16;
 
-// Backward: a block owns kBlockN keys and walks over Q and dO in tiles of kBlockM query rows. Warps
-// work in pairs that own kPairKeys keys: one warp keeps dV in registers, the other dK.
-template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kPairKeys_, int kMinBlocks_>
+// Backward: a block owns kBlockN keys and walks over Q and dO in tiles of kBlockM query rows. Its
+// keys are cut into slices of kSliceKeys. One warp owns a slice and keeps its dV and dK in
+// registers, or, where these are too many, a pair of warps does, one for dV and one for dK.
+// The next tile of Q and dO is loaded beside the present one where shared memory has two stages.
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kSliceKeys_, int kSliceWarps_,
+          int kMinBlocks_, int kStages_ = 2>
 struct BackwardConfig {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = 2;
-  static constexpr int kPairKeys = kPairKeys_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kSliceKeys = kSliceKeys_;
+  static constexpr int kSliceWarps = kSliceWarps_;
   static constexpr int kMinBlocks = kMinBlocks_;  // that share a multiprocessor: caps registers
-  static constexpr int kPairs = kBlockN / kPairKeys;
-  static constexpr int kWarps = 2 * kPairs;
+  static constexpr int kSlices = kBlockN / kSliceKeys;
+  static constexpr int kWarps = kSliceWarps * kSlices;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kRoleThreads = kThreads / 2;
+  static constexpr int kLoadThreads = kThreads / 2;  // half the block loads Q, the other half dO
+  static constexpr int kGradients =
+      2 / kSliceWarps;  // that a warp keeps: dV and dK, or one of them
 
   // dQ (kBlockM, kHeadDim) is spread over the warps as a grid of kDqWarpsM x kDqWarpsD: 32 rows
   // each, or 16 where the columns cannot be shared.
@@ -69,17 +80,19 @@ struct BackwardConfig {
   static constexpr int kDqRows = kBlockM / kDqWarpsM;
   static constexpr int kDqCols = kHeadDim / kDqWarpsD;
 
-  static_assert(kBlockM % 32 == 0 && kPairKeys % 16 == 0 && kBlockN % kPairKeys == 0,
+  static_assert(kBlockM % 32 == 0 && kSliceKeys % 16 == 0 && kBlockN % kSliceKeys == 0,
                 "tiles are whole fragments");
-  static_assert(kBlockM <= kRoleThreads, "a thread loads lse or delta of one row");
+  static_assert(kSliceWarps == 1 || kSliceWarps == 2, "two gradients, so two warps at most");
+  static_assert(kBlockM <= kLoadThreads, "a thread loads lse or delta of one row");
   static_assert(kDqRows % 16 == 0 && kDqCols % 16 == 0, "a warp's share of dQ is 16x16 blocks");
 
   using KTile = SmemTile<kBlockN, kHeadDim>;  // V has the same tile
   using QTile = SmemTile<kBlockM, kHeadDim>;  // dO has the same tile
   using DsTile = SmemTile<kBlockN, kBlockM>;  // dSᵀ: keys down, queries across
 
-  // 16x16 blocks of Pᵀ of a pair, which its warps exchange as A fragments.
-  static constexpr int kPairBlocks = kPairKeys / 16 * (kBlockM / 16);
+  // 16x16 blocks of Pᵀ of a slice, which a pair of warps exchanges as A fragments.
+  static constexpr int kExchanges = kSliceWarps == 2 ? kSlices : 1;
+  static constexpr int kSliceBlocks = kSliceKeys / 16 * (kBlockM / 16);
 
   struct SharedStorage {
     alignas(128) char k[KTile::kBytes];  // k and v become the staging buffers of dK and dV
@@ -87,12 +100,12 @@ struct BackwardConfig {
     alignas(128) char q[kStages][QTile::kBytes];
     alignas(128) char dout[kStages][QTile::kBytes];
     alignas(128) char ds[2][DsTile::kBytes];  // of this query tile and the one before
-    alignas(128) uint4 p[kPairs][kPairBlocks][kWarpSize];
+    alignas(128) uint4 p[kExchanges][kSliceBlocks][kWarpSize];
     float lse[kStages][kBlockM];
     float delta[kStages][kBlockM];  // rowsum(dO * O) - dlse
     bool k_is_finite;
-    bool ordered;    // additions to dQ take turns
-    uint32_t block;  // number of this block: key tiles x key heads x batch
+    bool ordered;  // additions to dQ take turns
+    int tile, head, batch;  // of this block: key tile, key head, batch entry
   };
 };
 
@@ -102,35 +115,36 @@ template <typename... Configs>
 struct TileList {};
 
 // Registers decide the shape: a forward warp of 32 rows holds 32 x D of O and 32 x kBlockN of S, so
-// that beyond D 128 it owns 16 rows; a backward warp holds kPairKeys x D of dK or dV and
-// kPairKeys x kBlockM of S or dP. Shared memory decides what follows the first tile: 163 KiB on
-// 8.0, 99 KiB on 8.6, 8.9 and 12.x.
+// that beyond D 128 it owns 16 rows; a backward warp holds kSliceKeys x D of dK or dV,
+// or both, and kSliceKeys x kBlockM of S or dP. Shared memory decides what follows the first tile:
+// 163 KiB on 8.0, 99 KiB on 8.6, 8.9 and 12.x.
 template <typename T, int kHeadDim>
 struct Tiles;
 
 template <typename T>
 struct Tiles<T, 32> {
   using Forward = TileList<ForwardConfig<T, 32, 128, 128, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 32, 64, 64, 32, 3>>;
+  using Backward = TileList<BackwardConfig<T, 32, 64, 128, 32, 1, 2>>;
 };
 
 template <typename T>
 struct Tiles<T, 64> {
   using Forward = TileList<ForwardConfig<T, 64, 128, 96, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 64, 32, 64, 32, 3>>;
+  using Backward = TileList<BackwardConfig<T, 64, 32, 128, 32, 1, 2>>;
 };
 
 template <typename T>
 struct Tiles<T, 96> {
   using Forward = TileList<ForwardConfig<T, 96, 128, 64, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 96, 64, 64, 32, 2>>;
+  using Backward =
+      TileList<BackwardConfig<T, 96, 64, 128, 32, 2, 1>, BackwardConfig<T, 96, 64, 64, 32, 2, 2>>;
 };
 
 template <typename T>
 struct Tiles<T, 128> {
   using Forward = TileList<ForwardConfig<T, 128, 128, 64, 4, 2>>;
   using Backward =
-      TileList<BackwardConfig<T, 128, 64, 128, 32, 1>, BackwardConfig<T, 128, 32, 64, 32, 1>>;
+      TileList<BackwardConfig<T, 128, 64, 128, 32, 2, 1>, BackwardConfig<T, 128, 32, 64, 32, 2, 1>>;
 };
 
 template <typename T>
@@ -138,7 +152,7 @@ struct Tiles<T, 192> {
   using Forward =
       TileList<ForwardConfig<T, 192, 128, 64, 8, 2>, ForwardConfig<T, 192, 64, 32, 4, 2>>;
   using Backward =
-      TileList<BackwardConfig<T, 192, 64, 64, 16, 1>, BackwardConfig<T, 192, 32, 32, 16, 1>>;
+      TileList<BackwardConfig<T, 192, 64, 64, 16, 2, 1>, BackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
 };
 
 template <typename T>
@@ -146,7 +160,9 @@ struct Tiles<T, 256> {
   using Forward =
       TileList<ForwardConfig<T, 256, 128, 64, 8, 2>, ForwardConfig<T, 256, 128, 32, 8, 2>,
                ForwardConfig<T, 256, 64, 32, 4, 2>>;
-  using Backward = TileList<BackwardConfig<T, 256, 32, 64, 16, 1>>;
+  using Backward =
+      TileList<BackwardConfig<T, 256, 64, 64, 16, 2, 1>, BackwardConfig<T, 256, 32, 64, 16, 2, 1>,
+               BackwardConfig<T, 256, 32, 32, 16, 2, 1, 1>>;
 };
 
 }  // namespace flash_ext::sm80
