@@ -192,17 +192,18 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
     if (masked) zero_masked_slice<Config>(ds, params, smem, tile);
   }
 
-  if constexpr (kValues)  // dV += Pᵀ dO
-    gemm_registers_columns<T>(gradients[0], p,
-                              lane_offsets<QTile, RowFirst>(ptx::shared_address(dout), lane));
-  if constexpr (kKeys) {  // dK += dSᵀ Q
-    uint32_t operand[kM][kN / 2][4];
+  uint32_t operand[kM][kN / 2][4];
+  if constexpr (kKeys) {
     to_operand<T>(operand, ds);
     stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), operand,
                                            slice * Config::kSliceKeys, lane);
+  }
+  if constexpr (kValues)  // dV += Pᵀ dO
+    gemm_registers_columns<T>(gradients[0], p,
+                              lane_offsets<QTile, RowFirst>(ptx::shared_address(dout), lane));
+  if constexpr (kKeys)  // dK += dSᵀ Q
     gemm_registers_columns<T>(gradients[kGradients - 1], operand,
                               lane_offsets<QTile, RowFirst>(ptx::shared_address(q), lane));
-  }
 }
 
 // A tile of query rows of one head, the head counted in the flat order (batch, head). The walk goes
@@ -339,7 +340,6 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   };
   load_queries({place.first_head, touching.begin}, 0);
 
-  smem.k_is_finite = true;
   ptx::cp_async_wait<0>();
   __syncthreads();
   if (meets_nonfinite<T, KTile, Config::kThreads>(ptx::shared_address(smem.k)))
@@ -420,6 +420,7 @@ __device__ __forceinline__ void take_tile(const BackwardParams& params,
   if (threadIdx.x == 0) {
     const Shape& shape = params.shape;
     const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
+    smem.k_is_finite = true;
     smem.ordered = params.dq_turns != nullptr;
     const TileCoordinate at =
         smem.ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shape.heads_k,

@@ -150,7 +150,8 @@ struct Tiles<T, 128> {
 template <typename T>
 struct Tiles<T, 192> {
   using Forward =
-      TileList<ForwardConfig<T, 192, 128, 64, 8, 2>, ForwardConfig<T, 192, 64, 32, 4, 2>>;
+      TileList<ForwardConfig<T, 192, 128, 96, 8, 2>, ForwardConfig<T, 192, 128, 64, 8, 2>,
+               ForwardConfig<T, 192, 64, 32, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 192, 64, 64, 16, 2, 1>, BackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
 };
@@ -158,7 +159,7 @@ struct Tiles<T, 192> {
 template <typename T>
 struct Tiles<T, 256> {
   using Forward =
-      TileList<ForwardConfig<T, 256, 128, 64, 8, 2>, ForwardConfig<T, 256, 128, 32, 8, 2>,
+      TileList<ForwardConfig<T, 256, 128, 80, 8, 2>, ForwardConfig<T, 256, 128, 48, 8, 2>,
                ForwardConfig<T, 256, 64, 32, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 256, 64, 64, 16, 2, 1>, BackwardConfig<T, 256, 32, 64, 16, 2, 1>,
