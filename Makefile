@@ -98,7 +98,7 @@ gpu-test:
 	  $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(if $(OUT_JSON),--out '$(OUT_JSON)')
 
 gpu-record-check:
-	$(RUN) -m flash_ext.testing.record check
+	$(RUN) flash_ext/testing/check_record.py
 
 sass:
 	$(RUN) -m flash_ext.testing.gates --sass build/sass

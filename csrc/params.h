@@ -56,7 +56,8 @@ struct ForwardParams {
   View v;    // (B, Sk, Hk, Dv)
   View out;  // (B, Sq, Hq, Dv)
 
-  float* lse;          // (B, Hq, Sq) contiguous, natural log; -inf where a row sees no key
+  // (B, Hq, Sq) contiguous, natural log; -inf where a row sees no key. Null: nobody needs it.
+  float* lse;
   const float* sinks;  // (Hq,) or null: exp(sink) joins the softmax denominator
 };
 

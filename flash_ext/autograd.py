@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_ext import direct, ops
+from flash_ext import ops
+
+# (out, lse) where they are there already; what the operators take after their tensors, up to the
+# modifiers; whether lse is a result.
+Call: TypeAlias = tuple[tuple[Tensor, Tensor] | None, tuple[Any, ...], bool]
 
 
 class Attention(torch.autograd.Function):
     """flash_ext::forward recorded for autograd. out and lse are differentiable, once.
 
-    lse is a result only where it is asked for: each result takes host time."""
+    Each input and each result takes host time. So lse is a result only where it is asked for, what
+    has no gradient is one input, `Call`, and modifiers are inputs only where there are any."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_bias: Tensor | None,
-        sinks: Tensor | None,
-        rest: tuple[Any, ...],
-        return_lse: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, *modifiers: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`rest` is what the operator takes after v. attn_bias and sinks are part of it and given
-        apart for the sake of their gradients."""
-        out, lse = direct.forward(q, k, v, *rest)
-        settings, modifiers = rest[:7], rest[7:11]
-        wants = ctx.needs_input_grad
-        if wants[0] or wants[1] or wants[3]:
-            ctx.save_for_backward(q, k, v, out, lse, *modifiers)
+        """`modifiers` is what the operator takes after the settings: attn_bias, sinks, ..."""
+        results, ctx.settings, return_lse = call
+        out, lse = results or ops.forward(q, k, v, *ctx.settings, *modifiers)
+        needs, kept = ctx.needs_input_grad, modifiers[:4]
+        if needs[0] or needs[1] or (modifiers and needs[4]):
+            ctx.save_for_backward(q, k, v, out, lse, *kept)
         else:  # dv needs the probabilities only, dsinks needs delta only
-            if not wants[2]:
-                q, k, modifiers = hollow(q), hollow(k), modifiers and (None, *modifiers[1:])
-            kept_out = out if wants[4] else hollow(out)
-            ctx.save_for_backward(q, k, hollow(v), kept_out, lse, *modifiers)
+            if not needs[2]:
+                q, k, kept = hollow(q), hollow(k), (None, *kept[1:])
+            kept_out = out if modifiers and needs[5] else hollow(out)
+            ctx.save_for_backward(q, k, hollow(v), kept_out, lse, *kept)
+        if not return_lse:
+            return out
         ctx.set_materialize_grads(False)
-        ctx.settings = settings
-        return (out, lse) if return_lse else out
+        return out, lse
 
     @staticmethod
     def backward(
@@ -49,15 +47,15 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, *modifiers = ctx.saved_tensors
         if dout is None:
             dout = hollow(out)
-        want = ctx.needs_input_grad[:5]
+        needs = ctx.needs_input_grad
+        want = (*needs[:3], *(needs[4:6] or (False, False)))
         differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = Derivative.apply if differentiated else ops.backward
-        gradients = run(dout, dlse, q, k, v, out, lse, want, *ctx.settings, *modifiers)
-        return (
-            *(x if wanted else None for x, wanted in zip(gradients, want, strict=True)),
-            None,
-            None,
-        )
+        found = run(dout, dlse, q, k, v, out, lse, want, *ctx.settings, *modifiers)
+        dq, dk, dv, *others = (x if asked else None for x, asked in zip(found, want, strict=True))
+        if modifiers:
+            return dq, dk, dv, None, *others, None, None, None
+        return dq, dk, dv, None
 
 
 class Derivative(torch.autograd.Function):
@@ -75,26 +73,22 @@ class Derivative(torch.autograd.Function):
         )
 
 
-_eager_apply = super(torch.autograd.Function, Attention).apply
+# `Attention.apply` without the wrapper that serves functorch only: it is a seventh of the host time
+# of a small call.
+eager_apply = super(torch.autograd.Function, Attention).apply
 
 
 def record(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    sinks: Tensor | None,
-    rest: tuple[Any, ...],
-    return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...], return_lse: bool, *modifiers: Any
 ) -> Any:
-    """`Attention.apply`. In eager mode without the wrapper that serves functorch only: it is a
-    seventh of the host time of a small call."""
+    """Run the operator, recorded for autograd; arguments as of `Attention.forward`."""
+    call: Call = None, settings, return_lse
     if torch.compiler.is_compiling():  # a Function is traced with distinct tensors only
         k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
     elif not torch._C._are_functorch_transforms_active():
-        return _eager_apply(q, k, v, attn_bias, sinks, rest, return_lse)
-    return Attention.apply(q, k, v, attn_bias, sinks, rest, return_lse)
+        return eager_apply(q, k, v, call, *modifiers)
+    return Attention.apply(q, k, v, call, *modifiers)
 
 
 def hollow(x: Tensor) -> Tensor:

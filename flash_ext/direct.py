@@ -24,23 +24,20 @@ _QUESTIONS = (
     (torch._C._len_torch_dispatch_stack, 0),  # fake tensors, make_fx, any TorchDispatchMode
     (torch._C._len_torch_function_stack, 0),  # a TorchFunctionMode, torch.set_default_device
     (torch._C._are_functorch_transforms_active, False),
-    (torch._C._get_tracing_state, None),  # torch.jit.trace
+    (torch._C._is_tracing, False),  # torch.jit.trace
     (torch._C._autograd._profiler_enabled, False),
 )
 
-_PLAIN = 5  # arguments after v: the window, bhsd, deterministic and softmax_scale, nothing else
 Choice: TypeAlias = tuple[int, float, Tensor, Tensor]  # kernel, default scale, out, lse
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """flash_ext::forward, by the shortest way there is. `rest` is what it takes after v."""
-    if len(rest) <= _PLAIN and dispatch.in_force is None and not is_dynamo_compiling():
-        launch = _launcher()
-        if launch is not None:
-            found: tuple[Tensor, Tensor] | None = launch(q, k, v, *rest)
-            if found is not None:
-                return found
-    return ops.forward(q, k, v, *rest)
+def forward(q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...], wants_lse: bool) -> Any:
+    """What flash_ext::forward computes for a call without modifiers: out, or (out, lse) where lse
+    is wanted. None where the operator has to run."""
+    if dispatch.in_force is not None or is_dynamo_compiling():
+        return None
+    launch = _launcher()
+    return launch and launch(q, k, v, settings, wants_lse)
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_ext import direct, dispatch, ops, problem
-from flash_ext.autograd import record
+from flash_ext.autograd import eager_apply, record
 from flash_ext.dispatch import Plan
 from flash_ext.problem import NO_WINDOW, Capability, WindowSize
 
@@ -76,8 +76,8 @@ def attention(
 
     Extra memory is linear in the sequence length. Forward: lse alone, fp32 (B, Hq, Sq). Backward on
     CUDA, while it runs: as much again and, where q has a gradient, dq in fp32, its rows padded to a
-    multiple of 16 columns; with `deterministic`, also one int32 counter for each warp of each tile
-    of queries. On CPU: the same, and a few tiles.
+    multiple of 16 columns; with `deterministic`, also one int32 counter for each warp of each 128
+    queries. On CPU: the same, and a few tiles.
 
     Args:
         q: (B, Sq, Hq, D). On CUDA float16 or bfloat16, on CPU also float32 and float64. Under
@@ -118,8 +118,9 @@ def attention(
         NotImplementedError: no kernel of this build serves the call on this GPU, forward or, when
             an input requires a gradient, backward; with the reasons that `explain` gives.
     """
-    _check_tensors(q, k, v)
-    if torch.is_autocast_enabled() or q.is_cpu:
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _check_tensors(q, k, v)  # raises
+    if torch._C._is_any_autocast_enabled():  # on any device: one question in place of two
         autocast = _autocast(q)
         if autocast is not None:
             q, k, v = (x.to(problem.cast_dtype(x.dtype, autocast)) for x in (q, k, v))
@@ -144,27 +145,30 @@ def attention(
             softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout
         )
     left, right = problem.window_limits(causal, window_size)
-    recorded = torch.is_grad_enabled() and (
+    recorded = (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (attn_bias is not None and attn_bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
-    )
+    ) and torch.is_grad_enabled()
     if not recorded:
         deterministic = None
     elif deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    rest: tuple[Any, ...] = (left, right, layout == "bhsd", deterministic)
+    settings: tuple[Any, ...] = (left, right, layout == "bhsd", deterministic, softmax_scale)
+    modifiers: tuple[Any, ...] = ()
     if modified:
+        settings += (softcap, dropout_p)
         seed = _seed(q.device) if dropout_p > 0.0 else None
-        rest += (softmax_scale, softcap, dropout_p)
-        rest += (attn_bias, sinks, alibi_slopes, seed, out_dtype)
-    elif softmax_scale is not None:
-        rest += (softmax_scale,)
+        modifiers = (attn_bias, sinks, alibi_slopes, seed, out_dtype)
+    else:
+        found = direct.forward(q, k, v, settings, recorded or return_lse)
+        if found is not None:
+            return eager_apply(q, k, v, (found, settings, return_lse)) if recorded else found
     if recorded:
-        return record(q, k, v, attn_bias, sinks, rest, return_lse)
-    out, lse = direct.forward(q, k, v, *rest)
+        return record(q, k, v, settings, return_lse, *modifiers)
+    out, lse = ops.forward(q, k, v, *settings, *modifiers)
     return (out, lse) if return_lse else out
 
 

@@ -84,12 +84,12 @@ def window_limits(causal: bool, window_size: WindowSize) -> tuple[int, int]:
     Raises:
         TypeError, ValueError: not a pair of ints or None, or a negative limit other than -1.
     """
-    if causal is not False:
+    if causal is not False and causal is not True:
         check_flag("causal", causal)
+    if window_size is NO_WINDOW:
+        return (-1, 0) if causal else (-1, -1)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")
-    if window_size[0] is None and window_size[1] is None:
-        return (-1, 0) if causal else (-1, -1)
     limits = []
     for side, limit in zip(("left", "right"), window_size, strict=True):
         if limit is None:

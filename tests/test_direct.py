@@ -1,13 +1,14 @@
 """Eager calls past PyTorch's dispatcher: who takes that way, who does not, and equal results.
 
-As in test_binding.py, a forged exchange table presents CPU tensors as CUDA ones. What launches
-needs a GPU.
+As in test_binding.py, a forged exchange table presents CPU tensors as CUDA ones. What launches is
+in test_direct_gpu.py.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from flash_ext import direct, ops
 from flash_ext.testing import forced
 
 BF16 = torch.bfloat16
-PLAIN = (-1, 0, False, None)  # window, bhsd, deterministic
+PLAIN = (-1, 0, False, None, None)  # settings: window, bhsd, deterministic, softmax_scale
 
 
 class Subclass(Tensor):
@@ -135,6 +136,37 @@ def test_which_calls_are_plain(
     assert len(launcher.asked) == plain
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("leaves", ["", "q", "k", "v", "qkv"])
+def test_results_are_returned_and_recorded(
+    leaves: str, return_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the extension computed is the result, with the gradients of the operator's; lse is
+    asked for where it is a result or a backward pass may follow."""
+    wanted = []
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, settings: Any, wants_lse: bool) -> Any:
+        wanted.append(wants_lse)
+        with torch.no_grad():
+            out, lse = ops.forward(q, k, v, *settings)
+        return (out, lse) if wants_lse else out
+
+    tensors = {
+        name: x.requires_grad_(name in leaves) for name, x in zip("qkv", make(), strict=True)
+    }
+    found = []
+    for launcher in (lambda: launch, lambda: None):
+        monkeypatch.setattr(direct, "_launcher", launcher)
+        result = flash_ext.attention(**tensors, causal=True, return_lse=return_lse)
+        results = result if return_lse else (result,)
+        loss = sum(x.square().sum() for x in results)
+        asked = [tensors[name] for name in leaves]
+        found.append([*results, *(torch.autograd.grad(loss, asked) if asked else ())])
+    assert wanted == [bool(leaves) or return_lse]
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y) and x.requires_grad == y.requires_grad
+
+
 def test_forced_kernels_are_left_to_the_operator(launcher: Launcher) -> None:
     with forced(family="sm80"), pytest.raises(NotImplementedError, match="forced"):
         flash_ext.attention(*make())
@@ -192,25 +224,25 @@ def test_choice_is_made_once(module: Any) -> None:
     call = module.direct_forward((), choices)
     q = half()
     for _ in range(3):
-        assert call(q, half(), half(), *PLAIN) is None
+        assert call(q, half(), half(), PLAIN, False) is None
     assert len(choices.made) == 1
     different = [
-        (q[:, :4], q, q, *PLAIN),
-        (q, q, half(1, 8, 2, 32), *PLAIN),
-        (half(1, 2, 8, 64).transpose(1, 2), q, q, *PLAIN),
-        (q.half(), q, q, *PLAIN),
-        (q, q, q, -1, -1, False, None),
-        (q, q, q, 3, 0, False, None),
-        (q, q, q, -1, 0, True, None),
-        (q, q, q, -1, 0, False, False),
-        (q, q, q, -1, 0, False, True),
+        (q[:, :4], q, q, PLAIN),
+        (q, q, half(1, 8, 2, 32), PLAIN),
+        (half(1, 2, 8, 64).transpose(1, 2), q, q, PLAIN),
+        (q.half(), q, q, PLAIN),
+        (q, q, q, (-1, -1, False, None, None)),
+        (q, q, q, (3, 0, False, None, None)),
+        (q, q, q, (-1, 0, True, None, None)),
+        (q, q, q, (-1, 0, False, False, None)),
+        (q, q, q, (-1, 0, False, True, None)),
     ]
-    for _ in range(2):
+    for wants_lse in (False, True):
         for args in different:
-            assert call(*args) is None
+            assert call(*args, wants_lse) is None
     assert len(choices.made) == 1 + len(different)
     assert choices.made[-1][3:] == (-1, 0, False, True)
-    call(torch.nn.Parameter(q), q, q, *PLAIN, 0.5)  # neither makes a combination of its own
+    call(torch.nn.Parameter(q), q, q, (-1, 0, False, None, 0.5), False)  # neither is part of it
     assert len(choices.made) == 1 + len(different)
 
 
@@ -219,7 +251,7 @@ def test_choices_are_bounded(module: Any) -> None:
     call = module.direct_forward((), choices)
     q = half()
     for window in (*range(4097), 4096, 0):
-        call(q, q, q, window, 0, False, None)
+        call(q, q, q, (window, 0, False, None, None), False)
     assert len(choices.made) == 4098
 
 
@@ -229,7 +261,7 @@ def test_errors_of_a_choice_are_raised_each_time(module: Any) -> None:
     call = module.direct_forward((), choices)
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="nothing serves it"):
-            call(half(), half(), half(), *PLAIN)
+            call(half(), half(), half(), PLAIN, False)
     assert len(choices.made) == 2
 
 
@@ -265,7 +297,7 @@ def test_unusual_tensors_are_left_to_the_operator(
     choices = Choices()
     tensors: list[Any] = [half(), half(), half()]
     tensors[position] = unusual()
-    assert module.direct_forward((), choices)(*tensors, *PLAIN) is None
+    assert module.direct_forward((), choices)(*tensors, PLAIN, False) is None
     assert not choices.made
 
 
@@ -273,7 +305,7 @@ def test_unusual_tensors_are_left_to_the_operator(
 def test_only_cuda_tensors_are_read(move: Callable[[Tensor], Tensor]) -> None:
     extension = pytest.importorskip("flash_ext._C")
     x, choices = move(half()), Choices()
-    assert extension.direct_forward((), choices)(x, x, x, *PLAIN) is None
+    assert extension.direct_forward((), choices)(x, x, x, PLAIN, False) is None
     assert not choices.made
 
 
@@ -282,113 +314,46 @@ def test_unusual_situations_are_left_to_the_operator(module: Any) -> None:
     call = module.direct_forward(direct._QUESTIONS, choices)
     q = half()
     with FunctionMode():
-        assert call(q, q, q, *PLAIN) is None
+        assert call(q, q, q, PLAIN, False) is None
     with pytest.raises(ZeroDivisionError):
-        module.direct_forward(((lambda: 1 // 0, 0),), choices)(q, q, q, *PLAIN)
-    assert call(q, q, q, 2**70, 0, False, None) is None
+        module.direct_forward(((lambda: 1 // 0, 0),), choices)(q, q, q, PLAIN, False)
+    assert call(q, q, q, (2**70, 0, False, None, None), False) is None
     assert not choices.made
-    call(q, q, q, *PLAIN)
+    call(q, q, q, PLAIN, False)
     assert len(choices.made) == 1
 
 
-# --- with a GPU -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "args", [(), (None,) * 5, (None, None, None, PLAIN), (None, None, None, PLAIN[:4], False)]
+)
+def test_other_signatures_are_refused(args: tuple[Any, ...]) -> None:
+    extension = pytest.importorskip("flash_ext._C")
+    with pytest.raises(TypeError, match="expected q, k, v, settings"):
+        extension.direct_forward((), Choices())(*args)
 
 
-def by_the_operator() -> AbstractContextManager[Any]:
-    return FunctionMode()
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_errors_of_a_launch_are_raised(module: Any) -> None:
+    """Here the driver is what is missing."""
+    import binding_kit as kit
+
+    def choose(*args: Any) -> tuple[int, float, Tensor, Tensor]:
+        return kit.find_kernel("forward"), 0.125, half(), torch.zeros(1, 2, 8)
+
+    call = module.direct_forward((), choose)
+    for wants_lse in (False, True):
+        with pytest.raises(RuntimeError, match="needs an NVIDIA driver"):
+            call(half(), half(), half(), PLAIN, wants_lse)
+    with pytest.raises(ValueError, match=r"^v: shape .* was expected"):
+        call(half(), half(), half(1, 4, 2, 64), PLAIN, False)
 
 
-@pytest.fixture
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each plain call launched directly."""
-    launch = direct._launcher()
-    taken: list[bool] = []
-
-    def counted(*args: Any) -> Any:
-        found = launch(*args)
-        taken.append(found is not None)
-        return found
-
-    monkeypatch.setattr(direct, "_launcher", lambda: counted)
-    return taken
-
-
-def on_gpu(layout: str, requires_grad: bool = False) -> list[Tensor]:
-    shape = (2, 40, 4, 64) if layout == "bshd" else (2, 4, 40, 64)
-    return [
-        torch.randn(shape, device="cuda", dtype=BF16).requires_grad_(requires_grad)
-        for _ in range(3)
-    ]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("scale", [None, -0.3, 2])
-def test_both_ways_give_the_same(
-    layout: str, scale: float | None, direct_calls: list[bool]
-) -> None:
-    q, k, v = on_gpu(layout)
-    results = []
-    for way in (nullcontext, nullcontext, by_the_operator):
-        with way():
-            results.append(
-                flash_ext.attention(
-                    q, k, v, causal=True, softmax_scale=scale, layout=layout, return_lse=True
-                )
-            )
-    assert direct_calls == [True, True, False]
-    *direct_results, expected = results
-    for found in direct_results:
-        for x, y in zip(found, expected, strict=True):
-            assert torch.equal(x, y)
-            assert (x.dtype, x.stride(), x.device) == (y.dtype, y.stride(), y.device)
-    memory = {x.untyped_storage().data_ptr() for result in results for x in result}
-    assert len(memory) == 2 * len(results)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_both_ways_have_the_same_gradients(
-    layout: str, return_lse: bool, direct_calls: list[bool]
-) -> None:
-    """One block of keys: nothing depends on the order of additions."""
-    tensors = on_gpu(layout, requires_grad=True)
-    found = []
-    for way in (nullcontext, by_the_operator):
-        with way():
-            result = flash_ext.attention(*tensors, layout=layout, return_lse=return_lse)
-        loss = sum(x.float().square().sum() for x in (result if return_lse else (result,)))
-        found.append(torch.autograd.grad(loss, tensors))
-    assert direct_calls == [True, False]
-    for x, y in zip(*found, strict=True):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.gpu
-def test_inference_mode_and_back(direct_calls: list[bool]) -> None:
-    """What the first call of a combination leaves behind serves calls in other modes."""
-    q, k, v = (x[:, :17] for x in on_gpu("bshd"))
-    with torch.inference_mode():
-        assert flash_ext.attention(q, k, v).is_inference()
-    out = flash_ext.attention(q, k, v)
-    assert not out.is_inference()
-    out.record_stream(torch.cuda.Stream())
-    assert direct_calls == [True, True]
-
-
-@pytest.mark.gpu
-def test_captured_in_a_graph(direct_calls: list[bool]) -> None:
-    """out and lse come from the graph's pool; the first call of a combination may be captured."""
-    q, k, v = (x[:, :23].contiguous() for x in on_gpu("bshd"))
-    flash_ext.attention(*on_gpu("bshd"))  # loads the kernel
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        first = flash_ext.attention(q, k, v)
-        second = flash_ext.attention(q, k, v)
-    q.copy_(torch.randn_like(q))
-    graph.replay()
-    expected = flash_ext.attention(q, k, v)
-    assert torch.equal(first, expected) and torch.equal(second, expected)
-    assert all(direct_calls)
+def test_function_goes_with_its_choices() -> None:
+    extension = pytest.importorskip("flash_ext._C")
+    choices = Choices()
+    seen = weakref.ref(choices)
+    call = extension.direct_forward((), choices)
+    del choices
+    assert seen() is not None
+    del call
+    assert seen() is None

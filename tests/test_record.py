@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flash_ext.testing import record, sharding
+from flash_ext.testing import record, shards
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL = "// A kernel.\n__global__ void kernel(int* a) { *a = 1; }\n"
@@ -274,6 +276,31 @@ def test_root_of_the_repository_is_needed(tmp_path: Path, monkeypatch: pytest.Mo
     assert record.main(["check"]) == 2
 
 
+def check_without_torch(root: Path) -> subprocess.CompletedProcess[str]:
+    """What `make gpu-record-check` runs, by a Python that has the standard library alone."""
+    script = ROOT / "flash_ext" / "testing" / "check_record.py"
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(script)], cwd=root, capture_output=True, text=True
+    )
+
+
+def test_check_needs_no_torch(tree: Path) -> None:
+    (tree / record.RECORD).write_text(json.dumps(complete(tree)))
+    found = check_without_torch(tree)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == "every family's record matches its sources\n"
+    (tree / "csrc/sm80/dispatch.cu").write_text("int changed = 2;\n")
+    found = check_without_torch(tree)
+    assert (found.returncode, found.stderr) == (1, "")
+    assert "sm80: the sources moved on since it ran" in found.stdout
+
+
+def test_check_without_torch_needs_the_root(tmp_path: Path) -> None:
+    found = check_without_torch(tmp_path)
+    assert found.returncode == 2
+    assert found.stderr == f"{tmp_path}: run this in the root of the repository\n"
+
+
 SANITIZER_OUTPUT = """\
 ========= COMPUTE-SANITIZER
 12 passed in 3.0s
@@ -325,15 +352,15 @@ def test_sanitizer_run_is_recorded(tree: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_shards_split_the_tests() -> None:
     tests = [f"tests/test_attention.py::test_forward[{i}]" for i in range(200)]
-    shards = [[t for t in tests if sharding.shard_of(t, 3) == i] for i in (1, 2, 3)]
-    assert sorted(test for shard in shards for test in shard) == sorted(tests)
-    assert min(len(shard) for shard in shards) > 40
+    parts = [[t for t in tests if shards.shard_of(t, 3) == i] for i in (1, 2, 3)]
+    assert sorted(test for part in parts for test in part) == sorted(tests)
+    assert min(len(part) for part in parts) > 40
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/2/3", "1/0"])
 def test_bad_shard_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="shard"):
-        sharding.parse_shard(text)
+        shards.parse_shard(text)
 
 
 def test_committed_record_is_readable() -> None:

@@ -158,7 +158,8 @@ __device__ __forceinline__ void write_output(const ForwardParams& params,
   const ForwardPlace<Config> place(shape);
 
   const float sink = params.sinks == nullptr ? -INFINITY : params.sinks[place.at.head];
-  float* lse = params.lse + (place.at.batch * shape.heads_q + place.at.head) * shape.seqlen_q;
+  const int64_t lse_begin = (place.at.batch * shape.heads_q + place.at.head) * shape.seqlen_q;
+  const bool writes_lse = params.lse != nullptr && lane % 4 == 0;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -166,7 +167,7 @@ __device__ __forceinline__ void write_output(const ForwardParams& params,
       const int row = place.lane_row + 16 * m + 8 * h;
       float row_lse;
       const float factor = softmax.finish(m, h, sink, row_lse);
-      if (lane % 4 == 0 && row < seqlen_q) lse[row] = row_lse;
+      if (writes_lse && row < seqlen_q) params.lse[lse_begin + row] = row_lse;
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
         out[m][d][2 * h] *= factor;

@@ -8,7 +8,8 @@
 One entry per family holds the digest of the sources that were tested (the loaded binary must report
 the same one), the digest of the tests, the counts of every shard, the findings of every sanitizer
 and the machine. Results for other sources, other tests or another machine start the entry afresh:
-they do not add up. `run` needs only the repository's tree with a built extension, torch and pytest.
+they do not add up. `run` needs only the repository's tree with a built extension, torch and pytest;
+`check` needs the tree alone, see `check_record.py` for a Python without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 from flash_ext.testing.digest import digests, files_digest
 from flash_ext.testing.machine import driver_version
-from flash_ext.testing.sharding import parse_shard
+from flash_ext.testing.shards import parse_shard
 
 RECORD = Path("tests/gpu_record.json")
 SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")

@@ -2,14 +2,12 @@
 
     python -m pytest -p flash_ext.testing.sharding --shard 1/2 --summary summary.json
 
-A test belongs to the shard that the hash of its id names: the same on every machine, whatever else
-is selected. The summary is rewritten after every test, so a crash of the process loses nothing;
-a test that was started and never finished stays in it as `running`.
+The summary is rewritten after every test, so a crash of the process loses nothing; a test that was
+started and never finished stays in it as `running`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import Counter
@@ -19,24 +17,9 @@ from pathlib import Path
 import pytest
 
 from flash_ext.testing.forced import forced
+from flash_ext.testing.shards import parse_shard, shard_of
 
 LONGEST_REASON = 200
-
-
-def shard_of(test_id: str, shards: int) -> int:
-    """The shard, from 1 to `shards`, that runs this test."""
-    return int.from_bytes(hashlib.sha256(test_id.encode()).digest()[:8], "big") % shards + 1
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """`"2/3"` as (2, 3)."""
-    try:
-        index, count = (int(part) for part in text.split("/"))
-    except ValueError:
-        raise ValueError(f"shard: expected i/n such as 1/2, got {text!r}") from None
-    if not 1 <= index <= count:
-        raise ValueError(f"shard: expected 1 <= i <= n, got {text!r}")
-    return index, count
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
