@@ -65,14 +65,18 @@ class Cell:
 
     @property
     def workspace_bytes(self) -> int:
-        """What flash_ext needs beyond inputs and results on CUDA, all of it fp32.
+        """What flash_ext needs at most beyond inputs and results on CUDA, all of it fp32.
 
         Forward: lse (B, Hq, Sq). Backward: delta, of the same size, and dQ (B, Hq, Sq, D rounded up
-        to 16). Both: the three together.
+        to 16); with grouped heads, where keys are few for the GPU, also dK (B, Hk, Sk, D rounded
+        up) and dV. Both: all together.
         """
         rows = self.B * self.Hq * self.Sq
-        dq = -(-self.D // 16) * 16
-        return 4 * rows * {"forward": 1, "backward": 1 + dq, "both": 2 + dq}[self.pass_name]
+        if self.pass_name == "forward":
+            return 4 * rows
+        D, Dv = (-(-columns // 16) * 16 for columns in (self.D, self.Dv))
+        split = self.B * self.Hk * self.Sk * (D + Dv) if self.Hk < self.Hq else 0
+        return 4 * (rows * ((1 if self.pass_name == "backward" else 2) + D) + split)
 
     @property
     def mask(self) -> str:

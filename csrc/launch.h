@@ -26,6 +26,7 @@ struct Kernel {
   int32_t threads;
   int32_t smem_bytes;  // dynamic shared memory a block asks for
   bool deterministic;  // backward: can serve BackwardParams::dq_turns
+  bool splits_groups;  // backward: can serve BackwardParams::splits above 1
 };
 
 // Compiled instances in order of preference within a pass.

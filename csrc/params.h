@@ -85,6 +85,13 @@ struct BackwardParams {
   // change.
   int32_t* dq_turns;
 
+  // Thread blocks that share the query heads of a group, 1 to Hq / Hk; 1 where dq_turns is given.
+  // With more than 1 they add up dK and dV in workspaces, zeroed by the launch: null with 1, and
+  // where the gradient is absent.
+  int32_t splits;
+  float* dk_accum;  // (B, Hk, Sk, D rounded up to 16)
+  float* dv_accum;  // (B, Hk, Sk, Dv rounded up to 16)
+
   View dq;  // (B, Sq, Hq, D), data may be null
   View dk;  // (B, Sk, Hk, D), data may be null
   View dv;  // (B, Sk, Hk, Dv), data may be null

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flash_ext.problem import Capability, Problem, name_of
@@ -21,6 +21,22 @@ REFERENCE = "reference"
 # Opt-in shared memory of a block in KiB, for cards that are explained without being there.
 SMEM_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 LEAST_SMEM_KIB = 99
+
+WORKSPACE_STEP = 16  # fp32 workspaces of gradients have rows of a multiple of this many columns
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a choice depends on."""
+
+    capability: Capability
+    smem_limit: int  # bytes of shared memory that a block may ask for
+    multiprocessors: int | None = None  # None: a capability is explained, and its GPUs differ
+
+    @classmethod
+    def absent(cls, capability: Capability) -> Hardware:
+        """A GPU of a capability that is not there to be asked."""
+        return cls(capability, SMEM_KIB.get(capability, LEAST_SMEM_KIB) * 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +55,11 @@ class Kernel:
     stages: int
     smem_bytes: int
     deterministic: bool  # backward: gradients can be bit-equal from run to run
+    splits_groups: bool  # backward: thread blocks can share the query heads of a group
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Kernel:
-        facts = {"deterministic": True, **row}
+        facts = {"deterministic": True, "splits_groups": False, **row}
         return cls(pass_=facts.pop("pass"), **facts)
 
     def __str__(self) -> str:
@@ -73,12 +90,16 @@ class Choice:
         kernel: the row of the table; None on CPU or when nothing serves.
         reason: why this one.
         refused: why not each one that would have been preferred.
+        splits: thread blocks that share the query heads of a group in the backward pass.
+        split_reason: why that many; empty where a group has one head or the GPU is full anyway.
     """
 
     family: str | None
     kernel: Kernel | None
     reason: str
     refused: tuple[str, ...] = ()
+    splits: int = 1
+    split_reason: str = ""
 
     @property
     def tile(self) -> tuple[int, int] | None:
@@ -86,7 +107,8 @@ class Choice:
         return (self.kernel.block_m, self.kernel.block_n) if self.kernel else None
 
     def __str__(self) -> str:
-        lines = [f"{self.family or 'none'}: {self.reason}", *self.refused]
+        split = f"\n    {self.split_reason}" if self.split_reason else ""
+        lines = [f"{self.family or 'none'}: {self.reason}{split}", *self.refused]
         return "\n    not ".join(lines) if self.family else "\n    ".join(lines)
 
 
@@ -167,11 +189,6 @@ def _covers(arch: str, capability: Capability) -> bool:
     return capability[0] == compiled[0] and capability >= compiled
 
 
-def smem_of(capability: Capability) -> int:
-    """Bytes of shared memory that a block may ask for on a card that is not there to be asked."""
-    return SMEM_KIB.get(capability, LEAST_SMEM_KIB) * 1024
-
-
 def plan_cpu(problem: Problem, forced: Forced | None = None) -> Plan:
     """The plan of CPU tensors: the reference, for every problem.
 
@@ -191,8 +208,7 @@ def plan(
     problem: Problem,
     kernels: Sequence[Kernel],
     archs: Sequence[str],
-    capability: Capability,
-    smem_limit: int,
+    hardware: Hardware,
     forced: Forced | None = None,
     missing: str = "",
 ) -> Plan:
@@ -201,8 +217,7 @@ def plan(
     Args:
         kernels: the table of the build, in order of preference.
         archs: compiled architectures, see `runs_on`.
-        capability: of the device.
-        smem_limit: bytes of shared memory a block may ask for on the device.
+        hardware: the device.
         forced: a family or a smaller limit to obey.
         missing: why the build has no kernels at all, if it has none.
 
@@ -212,30 +227,31 @@ def plan(
     """
     forced = forced or Forced()
     if forced.smem_limit is not None:
-        smem_limit = min(smem_limit, forced.smem_limit)
-    hardware = {
-        row.family: runs_on(row.family, archs, capability)
+        smem_limit = min(hardware.smem_limit, forced.smem_limit)
+        hardware = replace(hardware, smem_limit=smem_limit)
+    families = {
+        row.family: runs_on(row.family, archs, hardware.capability)
         for row in kernels
         if forced.family in (None, row.family)
     }
     choices = [
-        _choose(pass_, problem, kernels, hardware, smem_limit, forced, missing) for pass_ in PASSES
+        _choose(pass_, problem, kernels, families, hardware, forced, missing) for pass_ in PASSES
     ]
-    return Plan(problem, "compute capability {}.{}".format(*capability), *choices)
+    return Plan(problem, "compute capability {}.{}".format(*hardware.capability), *choices)
 
 
 def _choose(
     pass_: str,
     problem: Problem,
     kernels: Sequence[Kernel],
-    hardware: Mapping[str, str | None],
-    smem_limit: int,
+    families: Mapping[str, str | None],
+    hardware: Hardware,
     forced: Forced,
     missing: str,
 ) -> Choice:
     if not kernels:
         return Choice(None, None, missing or "this build has no CUDA kernels")
-    if forced.family is not None and forced.family not in hardware:
+    if forced.family is not None and forced.family not in families:
         return Choice(None, None, f"forced to family {forced.family}, which this build lacks")
     dtype = name_of(problem.dtype)
     rows = [row for row in kernels if (row.pass_, row.dtype) == (pass_, dtype)]
@@ -244,10 +260,12 @@ def _choose(
         if forced.family not in (None, row.family):
             reason: str | None = f"forced to family {forced.family}"
         else:
-            reason = hardware[row.family] or _unfit(row, problem, smem_limit)
+            reason = families[row.family] or _unfit(row, problem, hardware.smem_limit)
         if reason is None:
             why = "forced" if forced.family else "first in order of preference that serves it"
-            return Choice(row.family, row, f"{row}; {why}", tuple(dict.fromkeys(refused)))
+            passed_over = tuple(dict.fromkeys(refused))
+            split = _split(row, problem, hardware.multiprocessors)
+            return Choice(row.family, row, f"{row}; {why}", passed_over, *split)
         refused.append(f"{row.family}, head dims up to {row.head_dim}, {row.features}: {reason}")
     if not rows:
         reason = f"no kernel for {dtype} is compiled"
@@ -276,3 +294,29 @@ def _unfit(row: Kernel, problem: Problem, smem_limit: int) -> str | None:
             f"{smem_limit} are available"
         )
     return None
+
+
+def _split(row: Kernel, problem: Problem, multiprocessors: int | None) -> tuple[int, str]:
+    """Thread blocks that share the query heads of a group, and why.
+
+    One block walks over all heads of a group. Where that makes less than two blocks for each
+    multiprocessor, the heads are dealt out to as many more as are needed, at most one a head.
+    """
+    blocks = -(-problem.Sk // row.block_n) * problem.Hk * problem.B
+    group = problem.Hq // problem.Hk
+    if not row.splits_groups or blocks == 0 or group <= 1:
+        return 1, ""
+    if multiprocessors is not None and blocks >= 2 * multiprocessors:
+        return 1, ""
+    heads = f"group of {group} query heads"
+    if problem.deterministic:
+        return 1, f"{heads} not split: with deterministic=True additions keep their order"
+    columns = sum(-(-D // WORKSPACE_STEP) * WORKSPACE_STEP for D in (problem.D, problem.Dv))
+    mib = 4 * problem.B * problem.Hk * problem.Sk * columns / 2**20
+    added = f"dk and dv added in fp32 ({mib:.1f} MiB)"
+    if multiprocessors is None:
+        few = f"on a GPU of more than {blocks // 2} multiprocessors"
+        return 1, f"{heads} split over several thread blocks, {added}, {few}"
+    splits = min(group, -(-2 * multiprocessors // blocks))
+    few = f"because {blocks} are less than 2 for each of {multiprocessors} multiprocessors"
+    return splits, f"{heads} split over {splits} thread blocks, {added}, {few}"

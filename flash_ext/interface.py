@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_ext import direct, dispatch, ops, problem
 from flash_ext.autograd import eager_apply, record
-from flash_ext.dispatch import Plan
+from flash_ext.dispatch import Hardware, Plan
 from flash_ext.problem import NO_WINDOW, Capability, WindowSize
 
 if TYPE_CHECKING:
@@ -74,10 +74,11 @@ def attention(
     backward pass that computes the scores again from the saved log-sum-exp. CPU tensors run the
     same algorithm in PyTorch operations.
 
-    Extra memory is linear in the sequence length. Forward: lse alone, fp32 (B, Hq, Sq). Backward on
-    CUDA, while it runs: as much again and, where q has a gradient, dq in fp32, its rows padded to a
-    multiple of 16 columns; with `deterministic`, also one int32 counter for each warp of each 128
-    queries. On CPU: the same, and a few tiles.
+    Extra memory is linear in the sequence length. Forward: lse alone, fp32 (B, Hq, Sq). Backward,
+    while it runs: as much again and, where q has a gradient, dq in fp32, its rows padded to a
+    multiple of 16 columns. On CUDA also, with `deterministic`, one int32 counter for each warp of
+    each 128 queries; without, where a group of query heads is split over thread blocks, which
+    `explain` tells, dk and dv in fp32. On CPU also a few tiles.
 
     Args:
         q: (B, Sq, Hq, D). On CUDA float16 or bfloat16, on CPU also float32 and float64. Under
@@ -203,7 +204,8 @@ def explain(
         A `Plan` with the choice for the forward and the backward pass: kernel family, tile, why it
         was chosen, why each one before it in the build's order of preference was not. A pass that
         no kernel serves has family None and the reasons. `print(plan)` shows all of it. On hardware
-        that is not present, the shared memory of a block is taken from NVIDIA's tables.
+        that is not present, the shared memory of a block is taken from NVIDIA's tables, and what
+        depends on the number of multiprocessors is left open.
 
     Raises:
         TypeError, ValueError: as `attention` does; also where a capability is needed, because the
@@ -225,7 +227,7 @@ def explain(
     )
     if on_cpu:
         return dispatch.plan_cpu(asked, dispatch.in_force)
-    return ops.plan_for(*_hardware(q.device, capability), asked)
+    return ops.plan_for(_hardware(q.device, capability), asked)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -282,11 +284,11 @@ def _seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def _hardware(device: torch.device, capability: Capability | None) -> tuple[Capability, int]:
-    """Capability and shared memory limit of what is explained."""
+def _hardware(device: torch.device, capability: Capability | None) -> Hardware:
+    """What is explained."""
     if capability is not None:
         problem.check_capability(capability)
-        return capability, dispatch.smem_of(capability)
+        return Hardware.absent(capability)
     if not torch.cuda.is_available():
         raise ValueError(
             f"capability is None, expected one such as (9, 0): q is on {device} and there is no "
@@ -294,4 +296,4 @@ def _hardware(device: torch.device, capability: Capability | None) -> tuple[Capa
         )
     if device.type != "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    return ops.limits(device)
+    return ops.hardware_of(device)

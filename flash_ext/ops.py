@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flash_ext import build, dispatch, reference
-from flash_ext.dispatch import Kernel, Plan
-from flash_ext.problem import Capability, Problem, check_inputs, check_out_dtype, of_tensors
+from flash_ext.dispatch import Hardware, Kernel, Plan
+from flash_ext.problem import Problem, check_inputs, check_out_dtype, of_tensors
 
 # What both operators take after their tensors. Arguments that are left at their defaults cost no
 # host time, so what a plain call needs comes first.
@@ -42,7 +42,6 @@ _BACKWARD = (  # want: which of dq, dk, dv, dbias and dsinks
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # one that is not wanted: shape (0,)
 ALIGNMENT = 16  # bytes: kernels read rows in pieces of this size
 HEAD_DIM_STEP = 8  # kernels read head dims that are multiples of this
-DQ_STEP = 16  # and add up dQ in rows of this many columns, or a multiple
 TURN_ROWS = 128  # in a deterministic pass a block adds to this many rows in one turn
 MOST_LAUNCHES = 4096
 
@@ -136,16 +135,14 @@ def plan_on(device: torch.device, problem: Problem) -> Plan:
     """What the loaded build does on a device."""
     if device.type == "cpu":
         return dispatch.plan_cpu(problem, dispatch.in_force)
-    return plan_for(*limits(device), problem)
+    return plan_for(hardware_of(device), problem)
 
 
-def plan_for(capability: Capability, smem_limit: int, problem: Problem) -> Plan:
-    """What the loaded build does on hardware of a capability."""
+def plan_for(hardware: Hardware, problem: Problem) -> Plan:
+    """What the loaded build does on a GPU."""
     kernels = compiled_kernels()
     archs, missing = build.build_info().archs, build.missing_reason()
-    return dispatch.plan(
-        problem, kernels, archs, capability, smem_limit, dispatch.in_force, missing
-    )
+    return dispatch.plan(problem, kernels, archs, hardware, dispatch.in_force, missing)
 
 
 @lru_cache(maxsize=1)
@@ -156,10 +153,14 @@ def compiled_kernels() -> tuple[Kernel, ...]:
 
 
 @lru_cache
-def limits(device: torch.device) -> tuple[Capability, int]:
-    """Compute capability and shared memory that a block may ask for, in bytes."""
+def hardware_of(device: torch.device) -> Hardware:
+    """A GPU that is there."""
     properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.shared_memory_per_block_optin
+    return Hardware(
+        (properties.major, properties.minor),
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+    )
 
 
 # CUDA
@@ -233,7 +234,8 @@ def _backward_cuda(
     """Gradients by a kernel.
 
     Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (B, Hq, Sq, D rounded up to
-    16); with `deterministic` also counters, int32 (1 + B * Hq * query tiles * warps,). Tensors that
+    16). Where the plan splits groups, also dK (B, Hk, Sk, D rounded up to 16) and dV likewise, if
+    wanted; with `deterministic` counters, int32 (1 + B * Hq * query tiles * warps,). Tensors that
     kernels cannot read in place are copied.
     """
     deterministic = bool(deterministic)
@@ -249,7 +251,11 @@ def _backward_cuda(
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous()
     delta = torch.empty_like(lse)
-    dq_accum = lse.new_empty((*lse.shape, _rounded_up(D, DQ_STEP))) if want_dq else None
+    problem, splits = launch.plan.problem, launch.plan.backward.splits
+    keys = (problem.B, problem.Hk, problem.Sk)
+    dq_accum = _workspace(lse, lse.shape, D) if want_dq else None
+    dk_accum = _workspace(lse, keys, D) if want_dk and splits > 1 else None
+    dv_accum = _workspace(lse, keys, Dv) if want_dv and splits > 1 else None
     dq_turns = _dq_turns(kernel, lse) if want_dq and deterministic else None
     dq = q.new_empty(q.shape) if want_dq else None
     dk = k.new_empty(k.shape) if want_dk else None
@@ -258,7 +264,7 @@ def _backward_cuda(
         softmax_scale = launch.default_scale
     launch.extension.backward(
         kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
-        softmax_scale, window_left, window_right, bhsd, dq_turns,
+        softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, dv_accum,
     )  # fmt: skip
     return (
         _absent(q) if dq is None else dq[..., :D].contiguous(),
@@ -294,6 +300,11 @@ def _readable(x: Tensor) -> Tensor:
 
 def _rounded_up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+def _workspace(lse: Tensor, rows: Sequence[int], columns: int) -> Tensor:
+    """Uninitialised fp32 (*rows, columns rounded up): thread blocks add up a gradient in it."""
+    return lse.new_empty((*rows, _rounded_up(columns, dispatch.WORKSPACE_STEP)))
 
 
 def _dq_turns(kernel: Kernel, lse: Tensor) -> Tensor:

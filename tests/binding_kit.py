@@ -80,14 +80,29 @@ def make(
         "dk": blank(B, Sk, Hk, D),
         "dv": blank(B, Sk, Hk, Dv),
         "dq_turns": None,
+        "splits": 1,
+        "dk_accum": None,
+        "dv_accum": None,
     }
+
+
+def split(call: Arguments, splits: int) -> Arguments:
+    """What makes a backward call split its groups over thread blocks, workspaces full of NaN."""
+    B, Hk, Sk = (call["k"].shape[axis] for axis in ((0, 1, 2) if call["bhsd"] else (0, 2, 1)))
+
+    def workspace(columns: int) -> torch.Tensor:
+        shape = (B, Hk, Sk, -(-columns // 16) * 16)
+        return torch.full(shape, float("nan"), dtype=torch.float32, device=call["k"].device)
+
+    D, Dv = call["k"].shape[-1], call["v"].shape[-1]
+    return {"splits": splits, "dk_accum": workspace(D), "dv_accum": workspace(Dv)}
 
 
 def run(which: str, call: Arguments, module: ModuleType = _C) -> None:
     tensors = [call[name] for name in ORDER[which]]
     rest = [call["softmax_scale"], *call["window"], call["bhsd"]]
     if which == "backward":
-        rest.append(call["dq_turns"])
+        rest += [call[name] for name in ("dq_turns", "splits", "dk_accum", "dv_accum")]
     getattr(module, which)(call["kernel"], *tensors, *rest)
 
 

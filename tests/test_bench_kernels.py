@@ -177,3 +177,5 @@ def test_memory_by_hand() -> None:
     assert CELL.workspace_bytes == 4 * rows  # lse
     assert replace(CELL, pass_name="backward").workspace_bytes == 4 * rows * (1 + 128)  # delta, dQ
     assert replace(CELL, pass_name="both", D=72).workspace_bytes == 4 * rows * (2 + 80)
+    grouped = replace(CELL, pass_name="backward", Hk=1, Dv=72)  # at most: dK and dV as well
+    assert grouped.workspace_bytes == 4 * rows * (1 + 128) + 4 * grouped.B * grouped.Sk * (128 + 80)

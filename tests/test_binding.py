@@ -20,13 +20,16 @@ import torch
 from binding_kit import (
     BAD_TENSORS,
     BF16,
+    ROWS,
     Arguments,
     Forgery,
     find_kernel,
     load_copy,
     make,
     make_capsule,
+    off_by_one,
     run,
+    split,
     torch_table,
 )
 from torch._subclasses import FakeTensorMode
@@ -48,6 +51,7 @@ def test_kernel_table() -> None:
         assert row["dtype"] in ("float16", "bfloat16")
         assert row["features"] in ("lean", "full")
         assert isinstance(row["deterministic"], bool)
+        assert isinstance(row["splits_groups"], bool)
         sizes = ("head_dim", "block_m", "block_n", "threads", "stages", "smem_bytes")
         assert all(row[name] > 0 for name in sizes)
     assert {row["head_dim"] for row in rows} <= set(_C.build_info()["head_dims"])
@@ -204,6 +208,39 @@ def test_turns_fit_the_kernel(forged: tuple[ModuleType, Forgery]) -> None:
     counters = 1 + B * Hq * -(-Sq // ops.TURN_ROWS) * (row["threads"] // 32)
     with pytest.raises(TypeError, match="^dq_turns: dtype int32 was expected"):
         run("backward", call | {"dq_turns": torch.zeros(counters)}, forged[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"splits": 0}, "^splits: 1 to 2 was expected, got 0$"),
+        ({"splits": 3}, "^splits: 1 to 2 was expected, got 3$"),
+        ({"splits": 1}, "^dk_accum: .*exactly when dk is asked for and splits is above 1.* a ten"),
+        ({"dk_accum": None}, "^dk_accum: .*exactly when dk is asked for .* got None$"),
+        ({"dv_accum": None}, "^dv_accum: .*exactly when dv is asked for .* got None$"),
+        ({"dk": None}, "^dk_accum: .*exactly when dk is asked for .* got a tensor$"),
+        ({"dv": None}, "^dv_accum: .*exactly when dv is asked for .* got a tensor$"),
+        ({"dq_turns": torch.zeros(1, dtype=torch.int32)}, "^splits: 1 to 1 was expected, got 2$"),
+        (
+            {"dk_accum": torch.zeros(2, 2, 40, 80)},
+            r"^dk_accum: shape \(2, 2, 40, 64\) was expected, got \(2, 2, 40, 80\)$",
+        ),
+        (
+            {"dv_accum": torch.zeros(2, 40, 2, 64).transpose(1, 2)},
+            "^dv_accum: a contiguous tensor was expected",
+        ),
+        (
+            {"dv_accum": off_by_one(torch.zeros(2, 2, 40, 64))},
+            f"^dv_accum: .*{ROWS}.* 4 modulo 16",
+        ),
+    ],
+)
+def test_split_groups_need_their_workspaces(
+    forged: tuple[ModuleType, Forgery], changes: Arguments, says: str
+) -> None:
+    call = make("backward")
+    with pytest.raises(ValueError, match=says):
+        run("backward", call | split(call, 2) | changes, forged[0])
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

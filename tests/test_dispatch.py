@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from flash_ext import dispatch
-from flash_ext.dispatch import Forced, Kernel, Plan
+from flash_ext.dispatch import Forced, Hardware, Kernel, Plan
 from flash_ext.problem import Capability, Problem
 
 KIB = 1024
 ARCHS = ("80", "90a", "80+PTX")
-A100, GEFORCE, HOPPER, BLACKWELL = (8, 0), (8, 6), (9, 0), (10, 0)
-LIMIT = {A100: 163 * KIB, GEFORCE: 99 * KIB, HOPPER: 227 * KIB, BLACKWELL: 227 * KIB}
+A100, GEFORCE, HOPPER = (8, 0), (8, 6), (9, 0)
 
 PROBLEM = Problem(
     *(2, 512, 512, 8, 4, 64, 64),
@@ -43,7 +42,7 @@ ROWS = [
     row("sm80", "forward", 64, 64, 64, features="full"),
     row("sm80", "forward", 128, 128, 96),
     row("sm90", "backward", 64, 128, 200, deterministic=False),
-    row("sm80", "backward", 64, 64, 90),
+    row("sm80", "backward", 64, 64, 90, splits_groups=True),
     row("sm80", "backward", 64, 64, 99, features="full"),
     row("sm80", "forward", 64, 32, 24, dtype="float16"),
 ]
@@ -56,10 +55,14 @@ def plan(
     archs: tuple[str, ...] = ARCHS,
     forced: Forced | None = None,
     smem: int | None = None,
+    multiprocessors: int | None = None,
     **change: Any,
 ) -> Plan:
-    limit = LIMIT.get(capability, 99 * KIB) if smem is None else smem
-    return dispatch.plan(replace(PROBLEM, **change), KERNELS, archs, capability, limit, forced)
+    hardware = Hardware.absent(capability)
+    if smem is not None:
+        hardware = replace(hardware, smem_limit=smem)
+    hardware = replace(hardware, multiprocessors=multiprocessors)
+    return dispatch.plan(replace(PROBLEM, **change), KERNELS, archs, hardware, forced)
 
 
 def test_first_row_that_serves() -> None:
@@ -143,7 +146,8 @@ def test_forced_family() -> None:
     with pytest.raises(NotImplementedError, match=r"needs compute capability 9.0, not 8.0"):
         plan(A100, forced=Forced(family="sm90")).kernel("forward")
     lean = [kernel for kernel in KERNELS if kernel.family == "sm80"]
-    without = dispatch.plan(PROBLEM, lean, ARCHS, HOPPER, 227 * KIB, Forced(family="sm90"))
+    hopper = Hardware.absent(HOPPER)
+    without = dispatch.plan(PROBLEM, lean, ARCHS, hopper, Forced(family="sm90"))
     with pytest.raises(NotImplementedError, match="forced to family sm90, which this build lacks"):
         without.kernel("forward")
 
@@ -208,7 +212,8 @@ def test_hardware_without_code_is_told_how_to_rebuild() -> None:
 
 
 def test_build_without_kernels_says_how_to_get_them() -> None:
-    found = dispatch.plan(PROBLEM, [], (), HOPPER, 0, None, "installed without compiled kernels")
+    hopper = Hardware.absent(HOPPER)
+    found = dispatch.plan(PROBLEM, [], (), hopper, None, "installed without compiled kernels")
     with pytest.raises(NotImplementedError, match="installed without compiled kernels"):
         found.kernel("forward")
 
@@ -220,6 +225,64 @@ def test_error_and_plan_give_the_same_reasons() -> None:
     reasons = [found.forward.reason, *found.forward.refused]
     assert len(reasons) > 2
     assert all(reason in str(caught.value) and reason in str(found) for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("B", "Sk", "Hq", "Hk", "splits"),
+    [
+        (1, 64, 8, 1, 8),  # one tile: a head for each block, no more
+        (1, 64 * 53, 8, 1, 5),  # 53 * 5 >= 264, 53 * 4 is not
+        (1, 64 * 66, 8, 1, 4),
+        (1, 64 * 66 - 63, 8, 1, 4),  # the last tile has one key
+        (1, 64 * 131, 8, 1, 3),
+        (2, 64 * 66, 8, 1, 2),
+        (1, 64 * 66, 8, 2, 2),
+        (1, 64 * 132, 6, 2, 1),  # 264 blocks
+        (1, 64 * 263, 6, 1, 2),
+        (1, 64, 8, 8, 1),  # nothing to share
+        (1, 0, 8, 1, 1),
+        (0, 64, 8, 1, 1),
+        (1, 64, 0, 2, 1),
+    ],
+)
+def test_group_is_split_where_blocks_are_few(
+    B: int, Sk: int, Hq: int, Hk: int, splits: int
+) -> None:
+    """At least two blocks for each multiprocessor, as far as the heads of a group go."""
+    found = plan(A100, multiprocessors=132, B=B, Sk=Sk, Hq=Hq, Hk=Hk)
+    assert found.kernel("backward").splits_groups
+    assert found.backward.splits == splits
+    assert bool(found.backward.split_reason) == (splits > 1)
+    assert (found.forward.splits, found.forward.split_reason) == (1, "")
+    if splits > 1:
+        assert f"query heads split over {splits} thread blocks" in str(found)
+
+
+def test_plan_tells_the_split() -> None:
+    facts = {"B": 1, "Sk": 64 * 66, "Hk": 1, "Dv": 40}
+    split = "group of 8 query heads split over {} thread blocks, dk and dv added in fp32 (1.8 MiB)"
+    found = plan(A100, multiprocessors=132, **facts)
+    assert found.backward.split_reason == (
+        split.format(4) + ", because 66 are less than 2 for each of 132 multiprocessors"
+    )
+    lines = [line.strip() for line in str(found).splitlines()]
+    assert lines[lines.index(found.backward.split_reason) - 1].startswith("backward sm80: lean")
+
+    open_ = plan(A100, **facts).backward
+    assert open_.split_reason == (
+        split.format("several") + ", on a GPU of more than 33 multiprocessors"
+    )
+    ordered = plan(A100, multiprocessors=132, deterministic=True, **facts).backward
+    assert ordered.split_reason == (
+        "group of 8 query heads not split: with deterministic=True additions keep their order"
+    )
+    assert open_.splits == ordered.splits == 1
+
+
+def test_only_kernels_that_can_split_groups() -> None:
+    found = plan(HOPPER, multiprocessors=132, B=1, Sk=64, Hk=1)
+    assert not found.kernel("backward").splits_groups
+    assert (found.backward.splits, found.backward.split_reason) == (1, "")
 
 
 def test_cpu_plan() -> None:

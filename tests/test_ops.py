@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_ext import build, dispatch, ops, reference
-from flash_ext.dispatch import Kernel, Plan
+from flash_ext.dispatch import Hardware, Kernel, Plan
 from flash_ext.problem import Problem
 from flash_ext.testing.cases import MEMORY, Case, Inputs, make_inputs
 
@@ -44,14 +44,21 @@ class FakeExtension:
         self, kernel: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         out: Tensor, lse: Tensor, delta: Tensor, dq_accum: Tensor | None, dq: Tensor | None,
         dk: Tensor | None, dv: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
-        dq_turns: Tensor | None,
+        dq_turns: Tensor | None, splits: int, dk_accum: Tensor | None, dv_accum: Tensor | None,
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "dq_accum": dq_accum, "dout": dout}
         self.last |= {"dq_turns": dq_turns, "dq": dq, "dk": dk, "dv": dv}
+        self.last |= {"splits": splits, "dk_accum": dk_accum, "dv_accum": dv_accum}
         assert len({q.dtype, out.dtype, dout.dtype}) == 1
-        self._insist(q, k, v, out, dout, floats=(lse, dlse, delta, dq_accum))
+        self._insist(q, k, v, out, dout, floats=(lse, dlse, delta, dq_accum, dk_accum, dv_accum))
         assert (dq is None) == (dq_accum is None)
         assert dq_accum is None or dq_accum.shape == (*lse.shape, -(-q.shape[-1] // 16) * 16)
+        seq, head = (2, 1) if bhsd else (1, 2)
+        for gradient, workspace in ((dk, dk_accum), (dv, dv_accum)):
+            assert (workspace is not None) == (splits > 1 and gradient is not None)
+            if gradient is not None and workspace is not None:
+                sizes = (gradient.shape[0], gradient.shape[head], gradient.shape[seq])
+                assert workspace.shape == (*sizes, -(-gradient.shape[-1] // 16) * 16)
         plain = {"softmax_scale": scale, "window_left": left, "window_right": right, "bhsd": bhsd}
         gradients = reference.backward(dout, dlse, q, k, v, out, lse, **plain)
         rows = (dout.float() * out).sum(-1)
@@ -74,8 +81,10 @@ class FakeExtension:
 
 ROW = {
     "family": "sm80", "features": "lean", "head_dim": 128, "block_m": 128, "block_n": 64,
-    "threads": 128, "stages": 2, "smem_bytes": 98304,
+    "threads": 128, "stages": 2, "smem_bytes": 98304, "splits_groups": True,
 }  # fmt: skip
+
+A100 = Hardware((8, 0), 163 * 1024, 108)
 
 
 @pytest.fixture
@@ -88,7 +97,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeExtension]:
     kernels = [Kernel.of({**row, "index": index}) for index, row in enumerate(rows)]
 
     def plan_on(device: torch.device, problem: Problem) -> Plan:
-        return dispatch.plan(problem, kernels, ("80",), (8, 0), 163 * 1024, dispatch.in_force)
+        return dispatch.plan(problem, kernels, ("80",), A100, dispatch.in_force)
 
     fake = FakeExtension()
     monkeypatch.setattr(build, "extension", lambda: fake)
@@ -206,6 +215,40 @@ def test_cuda_operator_asks_for_what_is_wanted(
         assert (extension.last[name] is not None) == wanted
     assert (extension.last["dq_accum"] is not None) == want[0]
     assert len({x.data_ptr() for x in found if x.numel()}) == sum(want) + want[0]
+
+
+@pytest.mark.parametrize("want", list(product((False, True), repeat=3)))
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 24), (33, 59)])
+def test_workspaces_of_split_groups(
+    D: int, Dv: int, layout: str, want: tuple[bool, bool, bool], extension: FakeExtension
+) -> None:
+    """Where a group is split: fp32 dK and dV, of the gradients that are asked for."""
+    case = Case(
+        batch=1, seqlen_q=9, seqlen_k=5, heads_q=6, heads_k=2, head_dim=D, head_dim_v=Dv,
+        dtype=torch.bfloat16, layout=layout,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    q, k, v, bhsd = inputs.q, inputs.k, inputs.v, layout == "bhsd"
+    out, lse = ops._forward_cuda(q, k, v, bhsd=bhsd)
+    found = ops._backward_cuda(
+        inputs.dout, None, q, k, v, out, lse, (*want, False, False), bhsd=bhsd
+    )
+    assert extension.last["splits"] == 3
+    assert [x.numel() > 0 for x in found[:3]] == [*want]
+    for name, columns, wanted in (("dk_accum", D, want[1]), ("dv_accum", Dv, want[2])):
+        expected = (1, 2, 5, -(-columns // 16) * 16) if wanted else None
+        workspace = extension.last[name]
+        assert (None if workspace is None else tuple(workspace.shape)) == expected
+
+
+def test_no_workspace_without_a_split(extension: FakeExtension) -> None:
+    inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16))
+    q, k, v = inputs.q, inputs.k, inputs.v
+    out, lse = ops._forward_cuda(q, k, v)
+    ops._backward_cuda(inputs.dout, None, q, k, v, out, lse, (True,) * 3 + (False,) * 2)
+    assert extension.last["splits"] == 1
+    assert extension.last["dk_accum"] is extension.last["dv_accum"] is None
 
 
 def test_kernel_of_the_dtype_is_called(extension: FakeExtension) -> None:

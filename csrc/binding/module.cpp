@@ -28,6 +28,7 @@ py::list kernels() {
     entry["stages"] = row.stages;
     entry["smem_bytes"] = row.smem_bytes;
     entry["deterministic"] = row.deterministic;
+    entry["splits_groups"] = row.splits_groups;
     rows.append(std::move(entry));
   }
   return rows;
@@ -70,8 +71,8 @@ PYBIND11_MODULE(_C, module) {
              "host time as can be, see flash_ext/direct.py.");
   module.def("backward", &backward,
              "backward(kernel, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv, "
-             "softmax_scale, window_left, window_right, bhsd, dq_turns, /) -> None: writes "
-             "delta, dq_accum and the gradients that are not None.");
+             "softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, "
+             "dv_accum, /) -> None: writes the workspaces and the gradients that are not None.");
 }
 
 }  // namespace flash_ext::binding

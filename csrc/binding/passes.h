@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -246,12 +247,41 @@ inline Gradient read_gradient(const char* name, py::handle object, Axes axes, DT
   return {read_view(axes, tensor, dtype, q), elements * dtype_bytes(dtype)};
 }
 
+// The fp32 workspace of a gradient that thread blocks add up: (B, heads, rows, cols rounded up to
+// 16).
+inline float* read_workspace(const char* name, py::handle object, int64_t batch, int64_t heads,
+                             int64_t rows, int64_t cols, const Tensor& q) {
+  if (object.is_none()) return nullptr;
+  const Tensor tensor = read_floats(name, object, {batch, heads, rows, (cols + 15) / 16 * 16}, q);
+  expect_aligned_rows(tensor);
+  return tensor.floats();
+}
+
+// A workspace is given exactly when the gradient is asked for and added up.
+inline void expect_workspace(const char* name, py::handle workspace, bool added_up,
+                             const char* when) {
+  if (workspace.is_none() == added_up) {
+    fail<py::value_error>(name, workspace.is_none() ? "None" : "a tensor",
+                          std::string("a workspace exactly when ") + when);
+  }
+}
+
+inline int32_t read_splits(const Kernel& row, int32_t splits, const Shape& shape, bool ordered) {
+  const int32_t group = shape.heads_k == 0 ? 1 : shape.heads_q / shape.heads_k;
+  const int32_t most = row.splits_groups && !ordered ? std::max(group, 1) : 1;
+  if (splits < 1 || splits > most) {
+    fail<py::value_error>("splits", std::to_string(splits), "1 to " + std::to_string(most));
+  }
+  return splits;
+}
+
 inline void backward(int32_t index, py::handle dout_object, py::handle dlse_object,
                      py::handle q_object, py::handle k_object, py::handle v_object,
                      py::handle out_object, py::handle lse_object, py::handle delta_object,
                      py::handle dq_accum_object, py::handle dq_object, py::handle dk_object,
                      py::handle dv_object, double softmax_scale, int64_t window_left,
-                     int64_t window_right, bool bhsd, py::handle dq_turns_object) {
+                     int64_t window_right, bool bhsd, py::handle dq_turns_object, int32_t splits,
+                     py::handle dk_accum_object, py::handle dv_accum_object) {
   const Kernel& row = find_kernel(index, Pass::kBackward);
   const Axes axes{bhsd};
   const Tensor q = read_tensor("q", q_object);
@@ -263,10 +293,13 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   for (const Tensor* tensor : {&out, &dout}) {
     axes.expect(*tensor, shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v);
   }
-  if (dq_object.is_none() != dq_accum_object.is_none()) {
-    fail<py::value_error>("dq_accum", dq_accum_object.is_none() ? "None" : "a tensor",
-                          "a workspace exactly when dq is asked for");
-  }
+  const bool ordered = !dq_turns_object.is_none();
+  const bool split = read_splits(row, splits, shape, ordered) > 1;
+  expect_workspace("dq_accum", dq_accum_object, !dq_object.is_none(), "dq is asked for");
+  expect_workspace("dk_accum", dk_accum_object, split && !dk_object.is_none(),
+                   "dk is asked for and splits is above 1");
+  expect_workspace("dv_accum", dv_accum_object, split && !dv_object.is_none(),
+                   "dv is asked for and splits is above 1");
 
   BackwardParams params{};
   params.shape = shape;
@@ -282,14 +315,14 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   params.lse = read_floats("lse", lse_object, rows, q).floats();
   if (!dlse_object.is_none()) params.dlse = read_floats("dlse", dlse_object, rows, q).floats();
   params.delta = read_floats("delta", delta_object, rows, q).floats();
-  if (!dq_accum_object.is_none()) {
-    const Tensor dq_accum = read_floats(
-        "dq_accum", dq_accum_object,
-        {shape.batch, shape.heads_q, shape.seqlen_q, (shape.head_dim + 15) / 16 * 16}, q);
-    expect_aligned_rows(dq_accum);
-    params.dq_accum = dq_accum.floats();
-  }
-  if (!dq_turns_object.is_none()) {
+  params.dq_accum = read_workspace("dq_accum", dq_accum_object, shape.batch, shape.heads_q,
+                                   shape.seqlen_q, shape.head_dim, q);
+  params.splits = splits;
+  params.dk_accum = read_workspace("dk_accum", dk_accum_object, shape.batch, shape.heads_k,
+                                   shape.seqlen_k, shape.head_dim, q);
+  params.dv_accum = read_workspace("dv_accum", dv_accum_object, shape.batch, shape.heads_k,
+                                   shape.seqlen_k, shape.head_dim_v, q);
+  if (ordered) {
     const int64_t turns = (shape.seqlen_q + kTurnRows - 1) / kTurnRows;
     const Tensor dq_turns = read_tensor("dq_turns", dq_turns_object);
     expect_shape(dq_turns, {1 + shape.batch * shape.heads_q * turns * (row.threads / 32)});

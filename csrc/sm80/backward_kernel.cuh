@@ -1,6 +1,6 @@
 // Backward pass: FlashAttention-2 (Dao 2023, algorithm 2) on mma.sync, transposed.
 //
-//   one block: kBlockN keys of one key head            grid: key tiles x key heads x batch
+//   one block: kBlockN keys of one key head        grid: key tiles x splits x key heads x batch
 //   for each query head of the group, each tile of kBlockM query rows that sees the keys:
 //       values                                     keys
 //       Sᵀ  = K Qᵀ                                 dPᵀ = V dOᵀ
@@ -13,12 +13,15 @@
 // Each fragment of Q or dO should serve 32 keys, for reading them from shared memory limits this
 // pass. Up to D 64 a warp has the registers for dV and dK of 32 keys and plays both roles; beyond,
 // two warps share a slice of keys, one for each role, and Pᵀ goes through shared memory.
+//
+// Where blocks are too few for the GPU, `splits` of them share the query heads of a group: each
+// walks over its own and adds dK and dV to fp32 workspaces.
 #pragma once
 
-#include "core/dq_workspace.h"
 #include "core/epilogue.h"
 #include "core/finite.h"
 #include "core/gemm.h"
+#include "core/gradient_workspace.h"
 #include "core/mask.h"
 #include "core/scheduler.h"
 #include "core/softmax.h"
@@ -39,18 +42,13 @@ __device__ __forceinline__ int pair_barrier(int slice) { return 1 + slice; }
 // Where this thread block and this warp stand. Cheap enough to find out again where it is needed.
 template <typename Config>
 struct BackwardPlace {
-  TileCoordinate at;   // key tile, key head, batch entry
-  int64_t first_head;  // first query head of the group, in the flat order (batch, head)
-  int group;           // query heads of the group
-  int first_key;       // of the block
+  TileCoordinate at;  // key tile, key head, batch entry
+  int first_key;      // of the block
 
-  __device__ __forceinline__ BackwardPlace(const Shape& shape,
-                                           const typename Config::SharedStorage& smem) {
+  __device__ __forceinline__ explicit BackwardPlace(const typename Config::SharedStorage& smem) {
     at = {static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.tile))),
           static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.head))),
           static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.batch)))};
-    group = shape.heads_q / shape.heads_k;
-    first_head = at.batch * shape.heads_q + at.head * group;
     first_key = at.tile * Config::kBlockN;
   }
 };
@@ -111,7 +109,7 @@ __device__ __forceinline__ void zero_masked_slice(float (&acc)[kM][kN][4],
                                                   const typename Config::SharedStorage& smem,
                                                   int tile) {
   const int lane = threadIdx.x % kWarpSize;
-  const int key = BackwardPlace<Config>(params.shape, smem).first_key +
+  const int key = BackwardPlace<Config>(smem).first_key +
                   slice_of_warp<Config>() * Config::kSliceKeys + lane / 4;
   zero_masked(acc, BandMask(params.shape, params.window), key,
               tile * Config::kBlockM + lane % 4 * 2);
@@ -235,7 +233,7 @@ __device__ __forceinline__ Turn dq_turn(const BackwardParams& params,
                                 {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
   const int64_t counter = at.head * ceil_div(seqlen_q, kTurnRows) + turn;
   return {params.dq_turns + 1 + counter * Config::kWarps + threadIdx.x / kWarpSize,
-          touched.end - 1 - BackwardPlace<Config>(shape, smem).at.tile};
+          touched.end - 1 - BackwardPlace<Config>(smem).at.tile};
 }
 
 // Adds dS K of a tile whose dSᵀ is complete to dQ, if it begins a turn then not before that. A
@@ -264,7 +262,8 @@ __device__ __forceinline__ void add_dq_tile(const BackwardParams& params,
     gemm_columns_columns<T, NonFinite::kDrop, Config::kBlockN / 16, kDqUnroll<Config>>(
         dq, ds_columns, k_columns);
   if (begins_turn) dq_turn<Config>(params, smem, at).wait();
-  DqWorkspace(params.dq_accum, params.shape, at.head)
+  GradientWorkspace(params.dq_accum, at.head, static_cast<int>(params.shape.seqlen_q),
+                    params.shape.head_dim)
       .template add<Config::kHeadDim>(dq, at.tile * Config::kBlockM + dq_row, dq_col, lane);
 }
 
@@ -272,14 +271,14 @@ __device__ __forceinline__ void add_dq_tile(const BackwardParams& params,
 template <typename Config>
 __device__ __forceinline__ bool sees_whole(const Shape& shape, const Window& window,
                                            const typename Config::SharedStorage& smem, int tile) {
-  const int first_key = BackwardPlace<Config>(shape, smem).first_key;
+  const int first_key = BackwardPlace<Config>(smem).first_key;
   const Range whole =
       BandMask(shape, window)
           .template whole_query_tiles<Config::kBlockM>({first_key, first_key + Config::kBlockN});
   return tile >= whole.begin && tile < whole.end;
 }
 
-// The walk over the query heads of the group and their tiles: leaves dV and dK (kSliceKeys, 8 kD)
+// The walk over the query heads of the block and their tiles: leaves dV and dK (kSliceKeys, 8 kD)
 // of this warp's keys, or the one of its role, in `gradients`.
 template <typename Config, int kGradients, int kM, int kD>
 __device__ __forceinline__ void accumulate(const BackwardParams& params,
@@ -295,7 +294,9 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const Shape& shape = params.shape;
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
   const int seqlen_k = static_cast<int>(shape.seqlen_k);
-  const BackwardPlace<Config> place(shape, smem);
+  const BackwardPlace<Config> place(smem);
+  // First of the block's query heads, in the flat order (batch, head).
+  const int64_t first_head = place.at.batch * shape.heads_q + smem.first_query_head;
   const Range keys{place.first_key, place.first_key + kBlockN};
   const BandMask mask(shape, params.window);
   const Range touching =
@@ -325,7 +326,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
                : QueryLoader(head_matrix(params.dout, batch, in_batch), params.dout.seq_stride,
                              seqlen_q, shape.head_dim_v, touching.begin);
   };
-  QueryLoader loader = loader_of_head(place.first_head);
+  QueryLoader loader = loader_of_head(first_head);
   const auto load_queries = [&](QueryTile at, int stage) {
     loader.load(ptx::shared_address(first_half ? smem.q[stage] : smem.dout[stage]), at.tile);
     const int thread = threadIdx.x % Config::kLoadThreads;
@@ -338,7 +339,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     }
     ptx::cp_async_commit();
   };
-  load_queries({place.first_head, touching.begin}, 0);
+  load_queries({first_head, touching.begin}, 0);
 
   ptx::cp_async_wait<0>();
   __syncthreads();
@@ -346,9 +347,9 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     smem.k_is_finite = false;
 
   // dQ of a tile waits for the next tile's barrier, which dSᵀ needs anyway.
-  QueryTile at{place.first_head, touching.begin};
+  QueryTile at{first_head, touching.begin};
   int parity = 0;
-  const int steps = place.group * (touching.end - touching.begin);
+  const int steps = smem.query_heads * (touching.end - touching.begin);
   const auto load_next = [&](QueryTile next) {
     if (next.tile == touching.begin) loader = loader_of_head(next.head);
     load_queries(next, (parity ^ 1) % Config::kStages);
@@ -392,28 +393,36 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   __syncthreads();  // K and V are read; their tiles may be overwritten
 }
 
-// Writes this warp's dV or dK by way of its own rows of the V or K tile.
+// Adds this warp's dV or dK to a workspace, or, without one, writes it by way of its own rows of
+// the V or K tile.
 template <typename Config, int kM, int kD>
-__device__ __forceinline__ void write_gradient(const View& view, const Shape& shape,
+__device__ __forceinline__ void write_gradient(const View& view, float* workspace,
+                                               const Shape& shape,
                                                const typename Config::SharedStorage& smem,
                                                char* tile, int cols,
                                                const float (&gradient)[kM][kD][4]) {
   if (view.data == nullptr) return;
   using KTile = typename Config::KTile;
-  const BackwardPlace<Config> place(shape, smem);
+  const BackwardPlace<Config> place(smem);
   const int lane = threadIdx.x % kWarpSize;
   const int slice_key = slice_of_warp<Config>() * Config::kSliceKeys;
+  const int seqlen_k = static_cast<int>(shape.seqlen_k);
+  if (workspace != nullptr) {
+    const int64_t head = place.at.batch * shape.heads_k + place.at.head;
+    GradientWorkspace(workspace, head, seqlen_k, cols)
+        .template add<Config::kHeadDim>(gradient, place.first_key + slice_key, 0, lane);
+    return;
+  }
   const uint32_t staging = ptx::shared_address(tile);
   stage_fragments<typename Config::Element, KTile>(staging, gradient, slice_key, lane);
   __syncwarp();
   store_staged_rows<KTile, Config::kSliceKeys>(head_matrix(view, place.at.batch, place.at.head),
                                                view.seq_stride, place.first_key + slice_key,
-                                               static_cast<int>(shape.seqlen_k), cols, staging,
-                                               slice_key, lane);
+                                               seqlen_k, cols, staging, slice_key, lane);
 }
 
-// Finds this block's tile: by the block's index, or, where blocks wait for each other, by the order
-// of their start.
+// Finds this block's tile and its share of the group: by the block's index, or, where blocks wait
+// for each other, by the order of their start.
 template <typename Config>
 __device__ __forceinline__ void take_tile(const BackwardParams& params,
                                           typename Config::SharedStorage& smem) {
@@ -422,13 +431,20 @@ __device__ __forceinline__ void take_tile(const BackwardParams& params,
     const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
     smem.k_is_finite = true;
     smem.ordered = params.dq_turns != nullptr;
-    const TileCoordinate at =
-        smem.ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shape.heads_k,
-                                              shape.heads_k * shape.batch)
-                     : first_tile_first(blockIdx.x, tiles, shape.heads_k);
+    const int shares = shape.heads_k * params.splits;  // of all groups
+    const TileCoordinate at = smem.ordered
+                                  ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles,
+                                                           shares, shares * shape.batch)
+                                  : first_tile_first(blockIdx.x, tiles, shares);
+    const int share = at.head % params.splits;
+    const int group = shape.heads_q / shape.heads_k;
+    const int heads = group / params.splits;  // and one more for the first `longer` shares
+    const int longer = group % params.splits;
     smem.tile = at.tile;
-    smem.head = at.head;
+    smem.head = at.head / params.splits;
     smem.batch = static_cast<int>(at.batch);
+    smem.first_query_head = smem.head * group + share * heads + min(share, longer);
+    smem.query_heads = heads + (share < longer);
   }
   __syncthreads();
 }
@@ -445,11 +461,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   Accumulator<Config::kSliceKeys / 16, Config::kHeadDim / 8> gradients[Config::kGradients];
   accumulate<Config>(params, smem, gradients);
   if (Config::kSliceWarps == 1 || in_first_half<Config>())
-    write_gradient<Config>(params.dv, shape, smem, smem.v, shape.head_dim_v, gradients[0]);
+    write_gradient<Config>(params.dv, params.dv_accum, shape, smem, smem.v, shape.head_dim_v,
+                           gradients[0]);
   if (Config::kSliceWarps == 1 || !in_first_half<Config>()) {
     auto& dk = gradients[Config::kGradients - 1];
     scale(dk, params.softmax_scale);
-    write_gradient<Config>(params.dk, shape, smem, smem.k, shape.head_dim, dk);
+    write_gradient<Config>(params.dk, params.dk_accum, shape, smem, smem.k, shape.head_dim, dk);
   }
 }
 

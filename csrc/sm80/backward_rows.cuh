@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "core/dq_workspace.h"
 #include "core/element.h"
 #include "core/epilogue.h"
+#include "core/gradient_workspace.h"
 #include "core/layout.h"
 #include "params.h"
 
@@ -20,21 +20,22 @@ struct RowConfig {
   static constexpr int kBlockRows = kThreads / kLanes;
 };
 
-// The row (batch, head, position) of (B, Hq, Sq) that this thread works on, and its columns.
+// The row (batch, head, position) of (B, heads, sequence) that this thread works on, and its
+// columns.
 struct RowCoordinate {
-  int64_t index;  // row of the (B, Hq, Sq) order
+  int64_t index;  // of the row in that order
   int64_t batch;
   int head;
   int64_t position;
   int column;
 
   template <typename Config>
-  static __device__ __forceinline__ RowCoordinate of(const Shape& shape) {
+  static __device__ __forceinline__ RowCoordinate of(int heads, int64_t seqlen) {
     const int64_t index =
         static_cast<int64_t>(blockIdx.x) * Config::kBlockRows + threadIdx.x / Config::kLanes;
-    const int64_t head = index / shape.seqlen_q;
-    return {index, head / shape.heads_q, static_cast<int>(head % shape.heads_q),
-            index % shape.seqlen_q, static_cast<int>(threadIdx.x) % Config::kLanes * kChunk};
+    const int64_t head = index / seqlen;
+    return {index, head / heads, static_cast<int>(head % heads), index % seqlen,
+            static_cast<int>(threadIdx.x) % Config::kLanes * kChunk};
   }
 };
 
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     flash_backward_prepare(const __grid_constant__ BackwardParams params) {
   using T = typename Config::Element;
   const Shape& shape = params.shape;
-  const auto at = RowCoordinate::of<Config>(shape);
+  const auto at = RowCoordinate::of<Config>(shape.heads_q, shape.seqlen_q);
   const bool row_exists = at.index < shape.batch * shape.heads_q * shape.seqlen_q;
 
   float sum = 0.f;
@@ -71,32 +72,42 @@ __global__ void __launch_bounds__(Config::kThreads)
 
   if (at.column == 0)
     params.delta[at.index] = sum - (params.dlse == nullptr ? 0.f : params.dlse[at.index]);
-  const int row_floats = DqWorkspace::row_floats(shape.head_dim);
+  const int row_floats = GradientWorkspace::row_floats(shape.head_dim);
   if (params.dq_accum != nullptr && at.column < row_floats) {
     auto* target = reinterpret_cast<float4*>(params.dq_accum + at.index * row_floats + at.column);
     target[0] = target[1] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
 
-// dQ = scale * accumulator, rounded once.
+// A gradient whose additions in fp32 are complete.
+struct GradientSums {
+  float* workspace;  // (batch, heads, seqlen, cols rounded up to 16); null: written elsewhere
+  View gradient;     // (batch, seqlen, heads, cols)
+  int64_t batch;
+  int64_t seqlen;
+  int32_t heads;
+  int32_t cols;
+  float factor;
+};
+
+// gradient = factor * sums, rounded once.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads)
-    flash_backward_convert(const __grid_constant__ BackwardParams params) {
+    flash_backward_convert(const __grid_constant__ GradientSums sums) {
   using T = typename Config::Element;
-  const Shape& shape = params.shape;
-  const auto at = RowCoordinate::of<Config>(shape);
-  if (at.index >= shape.batch * shape.heads_q * shape.seqlen_q || at.column >= shape.head_dim)
-    return;
+  const auto at = RowCoordinate::of<Config>(sums.heads, sums.seqlen);
+  if (at.index >= sums.batch * sums.heads * sums.seqlen || at.column >= sums.cols) return;
 
-  const float* source = params.dq_accum + at.index * DqWorkspace::row_floats(shape.head_dim);
+  const float* source = sums.workspace + at.index * GradientWorkspace::row_floats(sums.cols);
   uint32_t packed[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const auto pair =
-        *reinterpret_cast<const float2*>(source + DqWorkspace::position(at.column + 2 * i));
-    packed[i] = Element<T>::pack(params.softmax_scale * pair.x, params.softmax_scale * pair.y);
+        *reinterpret_cast<const float2*>(source + GradientWorkspace::position(at.column + 2 * i));
+    packed[i] = Element<T>::pack(sums.factor * pair.x, sums.factor * pair.y);
   }
-  char* row = head_matrix(params.dq, at.batch, at.head) + at.position * params.dq.seq_stride * 2;
+  const View& view = sums.gradient;
+  char* row = head_matrix(view, at.batch, at.head) + at.position * view.seq_stride * 2;
   *reinterpret_cast<uint4*>(row + at.column * 2) = {packed[0], packed[1], packed[2], packed[3]};
 }
 

@@ -106,6 +106,7 @@ struct BackwardConfig {
     bool k_is_finite;
     bool ordered;  // additions to dQ take turns
     int tile, head, batch;  // of this block: key tile, key head, batch entry
+    int first_query_head, query_heads;  // of this block: first in the batch entry, how many
   };
 };
 

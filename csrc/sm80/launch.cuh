@@ -41,31 +41,59 @@ int32_t launch_forward(const ForwardParams& params, void* stream) {
   return launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream);
 }
 
-// Three kernels: delta (and a zeroed dQ accumulator), the main pass, and dQ's conversion.
+// Sets the workspace of a gradient to zero.
+inline int32_t clear_sums(const GradientSums& sums, void* stream) {
+  if (sums.workspace == nullptr) return 0;
+  const int64_t rows = sums.batch * sums.heads * sums.seqlen;
+  const int64_t row_bytes = GradientWorkspace::row_floats(sums.cols) * sizeof(float);
+  return fill_zero(sums.workspace, rows * row_bytes, stream);
+}
+
+// Rounds the sums of a gradient to it.
+template <typename Rows>
+int32_t launch_convert(const GradientSums& sums, void* stream) {
+  if (sums.workspace == nullptr) return 0;
+  const auto kernel = &flash_backward_convert<Rows>;
+  static KernelSetup setup(kernel, 0);
+  const int64_t rows = sums.batch * sums.heads * sums.seqlen;
+  return launch(kernel, setup, tiles(rows, Rows::kBlockRows), Rows::kThreads, 0, sums, stream);
+}
+
+// Three kernels: delta (and a zeroed dQ workspace), the main pass, and the conversion of what it
+// added up: dQ, and with splits dK and dV.
 template <typename Config>
 int32_t launch_backward(const BackwardParams& params, void* stream) {
   constexpr int kSmem = sizeof(typename Config::SharedStorage);
   const Shape& shape = params.shape;
-  const int64_t rows = shape.batch * shape.heads_q * shape.seqlen_q;
 
   using Rows = RowConfig<typename Config::Element, Config::kHeadDim>;
   const auto prepare = &flash_backward_prepare<Rows>;
   static KernelSetup prepare_setup(prepare, 0);
+  const int64_t rows = shape.batch * shape.heads_q * shape.seqlen_q;
   if (int32_t error = launch(prepare, prepare_setup, tiles(rows, Rows::kBlockRows), Rows::kThreads,
                              0, params, stream))
     return error;
 
+  const auto sums_of_keys = [&shape](float* workspace, const View& gradient, int32_t cols) {
+    return GradientSums{workspace, gradient, shape.batch, shape.seqlen_k, shape.heads_k, cols, 1.f};
+  };
+  const GradientSums dq{params.dq_accum, params.dq,      shape.batch,         shape.seqlen_q,
+                        shape.heads_q,   shape.head_dim, params.softmax_scale};
+  const GradientSums dk = sums_of_keys(params.dk_accum, params.dk, shape.head_dim);
+  const GradientSums dv = sums_of_keys(params.dv_accum, params.dv, shape.head_dim_v);
+  for (const GradientSums& sums : {dk, dv})
+    if (int32_t error = clear_sums(sums, stream)) return error;
+
   const auto kernel = &flash_backward<Config>;
   static KernelSetup setup(kernel, kSmem);
-  const int64_t blocks = tiles(shape.seqlen_k, Config::kBlockN) * shape.heads_k * shape.batch;
+  const int64_t blocks =
+      tiles(shape.seqlen_k, Config::kBlockN) * params.splits * shape.heads_k * shape.batch;
   if (int32_t error = launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream))
     return error;
 
-  if (params.dq.data == nullptr) return 0;
-  const auto convert = &flash_backward_convert<Rows>;
-  static KernelSetup convert_setup(convert, 0);
-  return launch(convert, convert_setup, tiles(rows, Rows::kBlockRows), Rows::kThreads, 0, params,
-                stream);
+  for (const GradientSums& sums : {dq, dk, dv})
+    if (int32_t error = launch_convert<Rows>(sums, stream)) return error;
+  return 0;
 }
 
 template <typename T>
@@ -84,7 +112,8 @@ constexpr Kernel describe(Pass pass) {
           Config::kStages,
           Config::kThreads,
           sizeof(typename Config::SharedStorage),
-          /*deterministic=*/pass == Pass::kBackward};
+          /*deterministic=*/pass == Pass::kBackward,
+          /*splits_groups=*/pass == Pass::kBackward};
 }
 
 template <typename... Configs>

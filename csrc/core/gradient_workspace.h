@@ -1,4 +1,5 @@
-// The fp32 workspace in which thread blocks add up dQ: (B, Hq, Sq, D rounded up to 16).
+// An fp32 workspace in which thread blocks add up a gradient: (B, heads, rows, columns rounded up
+// to 16). dQ is (B, Hq, Sq, D), dK (B, Hk, Sk, D) and dV (B, Hk, Sk, Dv).
 //
 // Rows are where one expects them; inside each block of 16 columns the order is that of the
 // accumulator fragments, so that a lane's four values of a row (core/layout.h: columns 2q, 2q+1,
@@ -7,17 +8,16 @@
 
 #include <cstdint>
 
-#include "params.h"
 #include "ptx/reduction.h"
 
 namespace flash_ext {
 
-class DqWorkspace {
+class GradientWorkspace {
  public:
   static constexpr int kBlockCols = 16;
 
-  static __host__ __device__ constexpr int row_floats(int head_dim) {
-    return (head_dim + kBlockCols - 1) / kBlockCols * kBlockCols;
+  static __host__ __device__ constexpr int row_floats(int cols) {
+    return (cols + kBlockCols - 1) / kBlockCols * kBlockCols;
   }
 
   // Place of `column` inside its row.
@@ -26,16 +26,14 @@ class DqWorkspace {
     return column - in_block + in_block % 8 / 2 * 4 + in_block / 8 * 2 + in_block % 2;
   }
 
-  // Row 0 of the head with the flat index batch * Hq + head.
-  __device__ __forceinline__ DqWorkspace(float* workspace, const Shape& shape, int64_t head)
-      : cols_(row_floats(shape.head_dim)),
-        rows_(static_cast<int>(shape.seqlen_q)),
-        head_(workspace + head * shape.seqlen_q * cols_) {}
+  // The matrix of one head, counted in the flat order (batch, head).
+  __device__ __forceinline__ GradientWorkspace(float* workspace, int64_t head, int rows, int cols)
+      : cols_(row_floats(cols)), rows_(rows), head_(workspace + head * rows * cols_) {}
 
   // Adds a warp's fragments (16 kM, 8 kD) whose first element has the coordinates `row` and `col`,
   // multiples of 16. kHeadDim is the class of the head dim.
   template <int kHeadDim, int kM, int kD>
-  __device__ __forceinline__ void add(const float (&dq)[kM][kD][4], int row, int col,
+  __device__ __forceinline__ void add(const float (&acc)[kM][kD][4], int row, int col,
                                       int lane) const {
     row += lane / 4;
     float* target = head_ + static_cast<int64_t>(row) * cols_ + col + lane % 4 * 4;
@@ -46,7 +44,7 @@ class DqWorkspace {
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int d = 0; d < kD; d += 2)
-            add_block(target + (16 * m + 8 * h) * kHeadDim + 8 * d, dq, m, h, d);
+            add_block(target + (16 * m + 8 * h) * kHeadDim + 8 * d, acc, m, h, d);
       return;
     }
 #pragma unroll
@@ -56,15 +54,15 @@ class DqWorkspace {
 #pragma unroll
         for (int d = 0; d < kD; d += 2)
           if (row + 16 * m + 8 * h < rows_ && col + 8 * d < cols_)
-            add_block(target + (16 * m + 8 * h) * cols_ + 8 * d, dq, m, h, d);
+            add_block(target + (16 * m + 8 * h) * cols_ + 8 * d, acc, m, h, d);
   }
 
  private:
   template <int kM, int kD>
-  static __device__ __forceinline__ void add_block(float* target, const float (&dq)[kM][kD][4],
+  static __device__ __forceinline__ void add_block(float* target, const float (&acc)[kM][kD][4],
                                                    int m, int h, int d) {
-    ptx::red_add_v4(target, dq[m][d][2 * h], dq[m][d][2 * h + 1], dq[m][d + 1][2 * h],
-                    dq[m][d + 1][2 * h + 1]);
+    ptx::red_add_v4(target, acc[m][d][2 * h], acc[m][d][2 * h + 1], acc[m][d + 1][2 * h],
+                    acc[m][d + 1][2 * h + 1]);
   }
 
   int cols_;
