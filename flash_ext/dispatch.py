@@ -229,11 +229,7 @@ def plan(
     if forced.smem_limit is not None:
         smem_limit = min(hardware.smem_limit, forced.smem_limit)
         hardware = replace(hardware, smem_limit=smem_limit)
-    families = {
-        row.family: runs_on(row.family, archs, hardware.capability)
-        for row in kernels
-        if forced.family in (None, row.family)
-    }
+    families = {row.family: runs_on(row.family, archs, hardware.capability) for row in kernels}
     choices = [
         _choose(pass_, problem, kernels, families, hardware, forced, missing) for pass_ in PASSES
     ]
@@ -253,16 +249,20 @@ def _choose(
         return Choice(None, None, missing or "this build has no CUDA kernels")
     if forced.family is not None and forced.family not in families:
         return Choice(None, None, f"forced to family {forced.family}, which this build lacks")
+    passes_of_family = {row.pass_ for row in kernels if row.family == forced.family}
+    family = forced.family if pass_ in passes_of_family else None
     dtype = name_of(problem.dtype)
     rows = [row for row in kernels if (row.pass_, row.dtype) == (pass_, dtype)]
     refused: list[str] = []
     for row in rows:
-        if forced.family not in (None, row.family):
-            reason: str | None = f"forced to family {forced.family}"
+        if family not in (None, row.family):
+            reason: str | None = f"forced to family {family}"
         else:
             reason = families[row.family] or _unfit(row, problem, hardware.smem_limit)
         if reason is None:
-            why = "forced" if forced.family else "first in order of preference that serves it"
+            why = "forced" if family else "first in order of preference that serves it"
+            if forced.family != family:
+                why += f"; {forced.family} has no {pass_} kernels to force"
             passed_over = tuple(dict.fromkeys(refused))
             split = _split(row, problem, hardware.multiprocessors)
             return Choice(row.family, row, f"{row}; {why}", passed_over, *split)

@@ -123,7 +123,7 @@ def launch_of(
             lse_shape=tuple(lse.shape),
             lse_stride=lse.stride(),
             default_scale=problem.D**-0.5,
-            in_place=all(_has_readable_layout(x) for x in (q, k, v)),
+            in_place=all(_has_readable_layout(x, bhsd=flags[-1]) for x in (q, k, v)),
         )
         if len(_launches) >= MOST_LAUNCHES:
             _launches.clear()
@@ -199,7 +199,7 @@ def _forward_cuda(
         softmax_scale = launch.default_scale
     wide = out
     if not launch.in_place or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        q, k, v = _readable(q), _readable(k), _readable(v)
+        q, k, v = (_readable(x, bhsd) for x in (q, k, v))
         if v.shape[-1] != out.shape[-1]:
             wide = out.new_empty((*out.shape[:-1], v.shape[-1]))
     launch.extension.forward(
@@ -246,7 +246,7 @@ def _backward_cuda(
     kernel = launch.backward or launch.plan.kernel("backward")  # raises
     want_dq, want_dk, want_dv, _, want_dsinks = want
     D, Dv = q.shape[-1], v.shape[-1]
-    q, k, v, out, dout = (_readable(x.to(q.dtype)) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (_readable(x.to(q.dtype), bhsd) for x in (q, k, v, out, dout))
     lse = lse.contiguous()
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous()
@@ -275,12 +275,15 @@ def _backward_cuda(
     )
 
 
-def _has_readable_layout(x: Tensor) -> bool:
-    """Whether kernels can read x at its strides: unit last one, rows at multiples of 16 bytes."""
+def _has_readable_layout(x: Tensor, bhsd: bool) -> bool:
+    """Whether kernels can read x at its strides: unit last one, rows at multiples of 16 bytes,
+    each in a place of its own."""
     step = ALIGNMENT // x.element_size()
     sizes, strides = x.shape[:-1], x.stride()
+    sequence = 2 if bhsd else 1
     return (
-        x.shape[-1] % step == 0
+        (strides[sequence] != 0 or sizes[sequence] == 1)
+        and x.shape[-1] % step == 0
         and strides[-1] == 1
         and all(
             stride % step == 0 for size, stride in zip(sizes, strides, strict=False) if size > 1
@@ -288,9 +291,9 @@ def _has_readable_layout(x: Tensor) -> bool:
     )
 
 
-def _readable(x: Tensor) -> Tensor:
+def _readable(x: Tensor, bhsd: bool) -> Tensor:
     """x itself if kernels can read it in place, else one copy with the head dim zero-padded."""
-    if _has_readable_layout(x) and x.data_ptr() % ALIGNMENT == 0:
+    if _has_readable_layout(x, bhsd) and x.data_ptr() % ALIGNMENT == 0:
         return x
     D = x.shape[-1]
     wide = x.new_zeros((*x.shape[:-1], _rounded_up(D, HEAD_DIM_STEP)))

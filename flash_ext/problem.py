@@ -86,7 +86,7 @@ def window_limits(causal: bool, window_size: WindowSize) -> tuple[int, int]:
     """
     if causal is not False and causal is not True:
         check_flag("causal", causal)
-    if window_size is NO_WINDOW:
+    if window_size == NO_WINDOW:
         return (-1, 0) if causal else (-1, -1)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {window_size!r}")

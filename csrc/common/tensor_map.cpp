@@ -5,6 +5,8 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 
 #include "common/error.h"
@@ -39,14 +41,18 @@ int32_t find_encode(Encode* encode) {
   return 0;
 }
 
-}  // namespace
+bool operator==(const TensorMapShape& a, const TensorMapShape& b) {
+  return std::equal(a.sizes, a.sizes + kRank, b.sizes) &&
+         std::equal(a.strides, a.strides + kRank, b.strides) &&
+         std::equal(a.box, a.box + kRank, b.box);
+}
 
-int32_t encode_tensor_map(TensorMap* map, const void* data, const TensorMapShape& shape) {
+int32_t encode(TensorMap* map, const void* data, const TensorMapShape& shape) {
   if (shape.strides[0] != 1 || (shape.box[0] != 64 && shape.box[0] != 32)) {
     return cudaErrorInvalidValue;
   }
-  Encode encode = nullptr;
-  if (int32_t error = find_encode(&encode)) return error;
+  Encode encode_tiled = nullptr;
+  if (int32_t error = find_encode(&encode_tiled)) return error;
 
   cuuint64_t sizes[kRank];
   cuuint64_t stride_bytes[kRank - 1];  // of all dimensions but the innermost
@@ -62,11 +68,39 @@ int32_t encode_tensor_map(TensorMap* map, const void* data, const TensorMapShape
   }
   // The driver's error codes are the runtime's. The type of the elements matters to arithmetic
   // alone, and copies do none.
-  return encode(reinterpret_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank,
-                const_cast<void*>(data), sizes, stride_bytes, box, element_strides,
-                CU_TENSOR_MAP_INTERLEAVE_NONE,
-                shape.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return encode_tiled(reinterpret_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank,
+                      const_cast<void*>(data), sizes, stride_bytes, box, element_strides,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      shape.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// The latest maps of a thread, each in the place that its address and box name: a training loop
+// meets the same tensors again and again.
+struct CachedMap {
+  const void* data = nullptr;
+  TensorMapShape shape;
+  TensorMap map;
+};
+constexpr int kCachedMaps = 256;
+
+}  // namespace
+
+int32_t encode_tensor_map(TensorMap* map, const void* data, const TensorMapShape& shape) {
+  static thread_local std::array<CachedMap, kCachedMaps> cache;
+  const uint64_t key =
+      (reinterpret_cast<uintptr_t>(data) >> 8) + static_cast<uint64_t>(shape.box[1]);
+  CachedMap& entry = cache[(key * 0x9E3779B97F4A7C15u) >> 56];  // 2^64 / golden ratio
+  if (entry.data != data || data == nullptr || !(entry.shape == shape)) {
+    if (int32_t error = encode(&entry.map, data, shape)) {
+      entry.data = nullptr;
+      return error;
+    }
+    entry.data = data;
+    entry.shape = shape;
+  }
+  *map = entry.map;
+  return 0;
 }
 
 }  // namespace flash_ext

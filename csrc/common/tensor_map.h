@@ -19,8 +19,9 @@ struct TensorMapShape {
 
 // Encodes a map whose boxes lie in shared memory in the order of their dimensions, innermost first,
 // with the 128-byte swizzle for box[0] = 64 and the 64-byte swizzle for 32; elements beyond the end
-// read as zero. `data` and the strides are multiples of 16 bytes. Needs no current device. Returns
-// 0 or a CUDA error code: cudaErrorInvalidValue for anything the hardware cannot take.
+// read as zero. Maps are kept for a while, so that encoding one again costs little. `data` and the
+// strides are multiples of 16 bytes. Needs no current device. Returns 0 or a CUDA error code:
+// cudaErrorInvalidValue for anything the hardware cannot take.
 int32_t encode_tensor_map(TensorMap* map, const void* data, const TensorMapShape& shape);
 
 }  // namespace flash_ext

@@ -23,15 +23,14 @@ __device__ __forceinline__ bool meets_nonfinite(uint32_t smem_tile) {
   return bad != 0;
 }
 
-// Sets NaN and infinity in a shared tile to zero. Collective over the block; ends synchronised.
+// Sets NaN and infinity in a shared tile to zero. Collective over kThreads threads, of which this
+// is number `thread`; they meet before and after.
 template <typename T, typename Tile, int kThreads>
-__device__ __forceinline__ void zero_nonfinite(uint32_t smem_tile) {
-  __syncthreads();
-  for (int byte = threadIdx.x * 4; byte < Tile::kBytes; byte += kThreads * 4) {
+__device__ __forceinline__ void zero_nonfinite(uint32_t smem_tile, int thread) {
+  for (int byte = thread * 4; byte < Tile::kBytes; byte += kThreads * 4) {
     const uint32_t pair = ptx::load_shared_u32(smem_tile + byte);
     ptx::store_shared_u32(smem_tile + byte, pair & ~nonfinite_halves<T>(pair));
   }
-  __syncthreads();
 }
 
 // Whether this lane's fragments hold NaN or infinity.

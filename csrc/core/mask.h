@@ -6,6 +6,7 @@
 // keys) touches, and those it sees whole, are plain ranges.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/layout.h"
@@ -76,5 +77,24 @@ class BandMask {
   int left_;   // first visible key relative to the row
   int right_;  // last visible key relative to the row
 };
+
+// Sets scores (16 kM, 8 kN) of keys a row does not see to -inf. `row` and `key` are the
+// coordinates of this lane's first element.
+template <int kM, int kN>
+__device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const BandMask& mask,
+                                           int row, int key) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int first = mask.first_key(row + 16 * m + 8 * h) - key;
+      const int end = mask.end_key(row + 16 * m + 8 * h) - key;
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * n + e < first || 8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
+    }
+}
 
 }  // namespace flash_ext

@@ -28,13 +28,10 @@ __device__ __forceinline__ TileCoordinate first_tile_first(int64_t block, int ti
   return {static_cast<int>(block % tiles), static_cast<int>(head % heads), head / heads};
 }
 
-// Tiles from the last to the first where each waits for the one before it: the same tile of several
-// heads in turn, so that blocks that start together rarely wait for each other. About kInFlight
-// blocks belong to such a set of heads.
+// Tiles from the last to the first, the same tile of `width` heads in turn, then the next `width`
+// heads: long work starts early in all of them.
 __device__ __forceinline__ TileCoordinate last_tile_first_across(int block, int tiles, int heads,
-                                                                 int64_t all_heads) {
-  constexpr int kInFlight = 512;
-  const int width = max(1, kInFlight / tiles);
+                                                                 int64_t all_heads, int width) {
   const int set = block / (width * tiles);
   const int in_set = block - set * width * tiles;
   const int first_head = set * width;

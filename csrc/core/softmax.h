@@ -28,6 +28,21 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Multiplies the rows of a fragment array (16 kM, 8 kD) by their factors.
+template <int kM, int kD>
+__device__ __forceinline__ void rescale_rows(float (&out)[kM][kD][4],
+                                             const float (&factor)[kM][2]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+        out[m][d][2 * h] *= factor[m][h];
+        out[m][d][2 * h + 1] *= factor[m][h];
+      }
+}
+
 // kM blocks of 16 rows; this lane works for rows l / 4 (h = 0) and l / 4 + 8 (h = 1) of each.
 template <int kM>
 class OnlineSoftmax {
@@ -48,21 +63,27 @@ class OnlineSoftmax {
   template <int kN, int kD>
   __device__ __forceinline__ void step(float (&scores)[kM][kN][4], float (&out)[kM][kD][4],
                                        float units) {
-    float top[kM][2];  // the tile's largest exponents, rounded up
-    bool keep = true;
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float largest = scores[m][0][2 * h];
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-          largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-        top[m][h] = __fmul_ru(quad_max(largest), units);
-        keep = keep && top[m][h] <= reference_[m][h] + kSlack;
-      }
-    if (!__all_sync(0xffffffffu, keep)) raise_references(top, out);
+    float top[kM][2];
+    if (exceeds(scores, units, top)) {
+      raise(top);
+      rescale_rows(out, top);
+    }
+    exponentiate(scores, units);
+  }
 
+  // The first half of a step: brings m and l to a tile of scores. True if the warp has new
+  // references: then O has to be multiplied by `rescale`.
+  template <int kN>
+  __device__ __forceinline__ bool observe(const float (&scores)[kM][kN][4], float units,
+                                          float (&rescale)[kM][2]) {
+    if (!exceeds(scores, units, rescale)) return false;
+    raise(rescale);
+    return true;
+  }
+
+  // The second half: P = exp2(x - m), and l grows by it.
+  template <int kN>
+  __device__ __forceinline__ void exponentiate(float (&scores)[kM][kN][4], float units) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -102,24 +123,37 @@ class OnlineSoftmax {
   // the reference follows: then O is almost never rescaled after the first tiles.
   static constexpr float kSlack = 8.f;
 
-  template <int kD>
-  __device__ __forceinline__ void raise_references(const float (&top)[kM][2],
-                                                   float (&out)[kM][kD][4]) {
+  // Whether a row of the warp needs a new reference; `top` are the tile's largest exponents,
+  // rounded up.
+  template <int kN>
+  __device__ __forceinline__ bool exceeds(const float (&scores)[kM][kN][4], float units,
+                                          float (&top)[kM][2]) const {
+    bool keep = true;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = scores[m][0][2 * h];
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+          largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+        top[m][h] = __fmul_ru(quad_max(largest), units);
+        keep = keep && top[m][h] <= reference_[m][h] + kSlack;
+      }
+    return !__all_sync(0xffffffffu, keep);
+  }
+
+  // Raises the references to `top`, which becomes what O has to be multiplied by.
+  __device__ __forceinline__ void raise(float (&top)[kM][2]) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float reference = fmaxf(reference_[m][h], top[m][h]);
-        const float rescale = reference_[m][h] == -INFINITY
-                                  ? 1.f  // nothing seen yet, O and l are 0
-                                  : ptx::exp2_approx(reference_[m][h] - reference);
+        top[m][h] = reference_[m][h] == -INFINITY ? 1.f  // nothing seen yet, O and l are 0
+                                                  : ptx::exp2_approx(reference_[m][h] - reference);
         reference_[m][h] = reference;
-        sum_[m][h] *= rescale;
-#pragma unroll
-        for (int d = 0; d < kD; ++d) {
-          out[m][d][2 * h] *= rescale;
-          out[m][d][2 * h + 1] *= rescale;
-        }
+        sum_[m][h] *= top[m][h];
       }
   }
 

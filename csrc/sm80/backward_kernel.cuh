@@ -421,6 +421,10 @@ __device__ __forceinline__ void write_gradient(const View& view, float* workspac
                                                seqlen_k, cols, staging, slice_key, lane);
 }
 
+// Thread blocks that take turns are handed out across as many heads as hold about this many: then
+// neighbours in their order rarely wait for each other, and what they read still fits L2.
+constexpr int kOrderedBlocks = 512;
+
 // Finds this block's tile and its share of the group: by the block's index, or, where blocks wait
 // for each other, by the order of their start.
 template <typename Config>
@@ -432,10 +436,10 @@ __device__ __forceinline__ void take_tile(const BackwardParams& params,
     smem.k_is_finite = true;
     smem.ordered = params.dq_turns != nullptr;
     const int shares = shape.heads_k * params.splits;  // of all groups
-    const TileCoordinate at = smem.ordered
-                                  ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles,
-                                                           shares, shares * shape.batch)
-                                  : first_tile_first(blockIdx.x, tiles, shares);
+    const TileCoordinate at =
+        smem.ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shares,
+                                              shares * shape.batch, max(1, kOrderedBlocks / tiles))
+                     : first_tile_first(blockIdx.x, tiles, shares);
     const int share = at.head % params.splits;
     const int group = shape.heads_q / shape.heads_k;
     const int heads = group / params.splits;  // and one more for the first `longer` shares

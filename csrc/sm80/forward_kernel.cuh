@@ -41,25 +41,6 @@ struct ForwardPlace {
   }
 };
 
-// Sets scores (16 kM, 8 kN) of keys a row does not see to -inf. `row` and `key` are the
-// coordinates of this lane's first element.
-template <int kM, int kN>
-__device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const BandMask& mask,
-                                           int row, int key) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int first = mask.first_key(row + 16 * m + 8 * h) - key;
-      const int end = mask.end_key(row + 16 * m + 8 * h) - key;
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (8 * n + e < first || 8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
-    }
-}
-
 // The walk over K and V: leaves unnormalised O (16 kM, 8 kD) of this warp's rows in `out`.
 //
 // NaN or infinity in a masked row of V would reach O as 0 * inf. A first, unguarded walk takes no
@@ -122,7 +103,9 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
       spread_nonfinite<T, KTile, kBlockN>(out, BandMask(shape, params.window), v_tile,
                                           ForwardPlace<Config>(shape).lane_row, tile * kBlockN,
                                           lane);
-      zero_nonfinite<T, KTile, Config::kThreads>(v_tile);
+      __syncthreads();
+      zero_nonfinite<T, KTile, Config::kThreads>(v_tile, threadIdx.x);
+      __syncthreads();
     }
 
     Accumulator<kM, kN> scores;  // (16 kM, 8 kN)

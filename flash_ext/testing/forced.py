@@ -12,7 +12,8 @@ from flash_ext import dispatch
 def forced(family: str | None = None, smem_limit: int | None = None) -> Iterator[None]:
     """Within the context only kernels of one family, or of limited shared memory, are chosen.
 
-    It holds for every thread, backward passes included, and for `explain`. A call that no such
+    A family that has no kernels for a pass at all leaves that pass free, as `explain` tells. The
+    context holds for every thread, backward passes included, and for `explain`. A call that no such
     kernel serves raises `NotImplementedError`, and so does one with CPU tensors.
 
     Args:

@@ -1,0 +1,87 @@
+// Tiles of the Hopper family: TMA, wgmma and warp specialisation, on compute capability 9.0.
+#pragma once
+
+#include <cstdint>
+
+#include "core/layout.h"
+#include "core/pipeline.h"
+#include "core/wgmma_layout.h"
+
+namespace flash_ext::sm90 {
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupRows = 64;  // query rows of a consumer warpgroup: the M of wgmma
+
+// A tile of query rows of one head, and the key tiles that it has to see.
+struct ForwardTile {
+  int head, kv_head, batch;
+  int first_row;
+  int touched_begin, touched_end;  // key tiles with a visible key
+  int whole_begin, whole_end;      // of these, the ones without a masked score
+
+  // Set by consumers: NaN or infinity in a masked row of V may have come into O. The tile is then
+  // walked again, guarded: masked rows of V lose them before the product.
+  int suspect;
+  int guarded;
+
+  __device__ __forceinline__ bool sees_nothing() const { return touched_begin == touched_end; }
+};
+
+// Forward: a block of one producer warpgroup and kBlockM / 64 consumers owns kBlockM query rows and
+// walks over K and V in tiles of kBlockN keys, kStages of each in shared memory.
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_>
+struct ForwardConfig {
+  using Element = T;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kQStages = kQStages_;
+  static constexpr int kConsumers = kBlockM / kWarpgroupRows;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / kWarpSize;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
+
+  // Registers a thread, moved from the producer to the consumers: 64 K for all warpgroups.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+
+  static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3),
+                "register counts are chosen for two or three consumers");
+  static_assert(kBlockN % 16 == 0, "P V takes 16 keys a step");
+
+  using QTile = SlabTile<kBlockM, kHeadDim>;
+  using KTile = SlabTile<kBlockN, kHeadDim>;  // V has the same tile
+
+  struct SharedStorage {
+    alignas(1024) char q[kQStages][QTile::kBytes];  // a tile of Q becomes the staging buffer of O
+    alignas(1024) char k[kStages][KTile::kBytes];
+    alignas(1024) char v[kStages][KTile::kBytes];
+    ForwardTile tile[2];  // this one and the next
+    Ring<2> tile_ring;
+    Ring<kQStages> q_ring;
+    Ring<kStages> k_ring;
+    Ring<kStages> v_ring;
+  };
+};
+
+template <typename T, int kHeadDim>
+struct Tiles;
+
+// D 64: three consumers, because exponentials and products take equally long.
+template <typename T>
+struct Tiles<T, 64> {
+  using Forward = ForwardConfig<T, 64, 192, 128, 4, 2>;
+};
+
+template <typename T>
+struct Tiles<T, 128> {
+  using Forward = ForwardConfig<T, 128, 128, 128, 2, 2>;
+};
+
+// D 256: shared memory has room for 80 keys and one tile of Q.
+template <typename T>
+struct Tiles<T, 256> {
+  using Forward = ForwardConfig<T, 256, 128, 80, 2, 1>;
+};
+
+}  // namespace flash_ext::sm90

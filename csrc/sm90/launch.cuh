@@ -1,0 +1,114 @@
+// Host side of one Hopper instance: tensor maps, grid, launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "common/device.h"
+#include "common/error.h"
+#include "common/instance.h"
+#include "sm90/config.h"
+#include "sm90/forward_kernel.cuh"
+#include "sm90/params.h"
+
+namespace flash_ext::sm90 {
+
+// Encodes the map of a (B, S, H, D) tensor, read or written in boxes of `box_rows` rows and the
+// columns of one slab.
+template <typename Tile>
+int32_t map_tensor(MappedTensor& mapped, const View& view, const Shape& shape, int64_t rows,
+                   int64_t heads, int64_t cols, int box_rows) {
+  mapped.head_step = view.head_stride != 0;
+  mapped.batch_step = view.batch_stride != 0;
+  const TensorMapShape map{
+      {cols, rows, mapped.head_step ? heads : 1, mapped.batch_step ? shape.batch : 1},
+      {1, view.seq_stride, view.head_stride, view.batch_stride},
+      {Tile::kSlabCols, box_rows, 1, 1}};
+  return encode_tensor_map(&mapped.map, view.data, map);
+}
+
+// Heads whose K and V together stay in half of L2, so that tiles of all of them read it from there.
+inline int32_t heads_in_l2(const Shape& shape) {
+  constexpr int64_t kBytes = int64_t{32} << 20;
+  const int64_t of_one = 2 * shape.seqlen_k * (shape.head_dim + shape.head_dim_v);
+  const int64_t group = shape.heads_q / shape.heads_k;
+  return static_cast<int32_t>(std::clamp<int64_t>(kBytes / std::max<int64_t>(of_one, 1), 1, 1024) *
+                              group);
+}
+
+template <typename Config>
+int32_t launch_forward(const ForwardParams& problem, void* stream) {
+  constexpr int kSmem = sizeof(typename Config::SharedStorage);
+  const auto kernel = &flash_forward<Config>;
+  static KernelSetup setup(kernel, kSmem);
+
+  const Shape& shape = problem.shape;
+  const int64_t query_tiles = (shape.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+  const int64_t tiles = query_tiles * shape.heads_q * shape.batch;
+  if (tiles == 0) return 0;
+  if (tiles > std::numeric_limits<int32_t>::max()) return check(cudaErrorInvalidConfiguration);
+
+  ForwardKernelParams params;
+  params.problem = problem;
+  const float units = problem.softmax_scale * kLog2E;
+  params.units = units > 0.f ? units : 1.f;
+  params.score_factor = units > 0.f ? 1.f : units;
+  params.tiles = static_cast<int32_t>(tiles);
+  const bool uneven = problem.window.left >= 0 || problem.window.right >= 0;
+  params.heads_together = uneven ? heads_in_l2(shape) : 1;
+  using QTile = typename Config::QTile;
+  using KTile = typename Config::KTile;
+  if (int32_t error = map_tensor<QTile>(params.q, problem.q, shape, shape.seqlen_q, shape.heads_q,
+                                        shape.head_dim, Config::kBlockM))
+    return error;
+  if (shape.seqlen_k > 0) {
+    if (int32_t error = map_tensor<KTile>(params.k, problem.k, shape, shape.seqlen_k, shape.heads_k,
+                                          shape.head_dim, Config::kBlockN))
+      return error;
+    if (int32_t error = map_tensor<KTile>(params.v, problem.v, shape, shape.seqlen_k, shape.heads_k,
+                                          shape.head_dim_v, Config::kBlockN))
+      return error;
+  }
+  if (problem.out_dtype != DType::kFloat32) {
+    if (int32_t error = map_tensor<QTile>(params.out, problem.out, shape, shape.seqlen_q,
+                                          shape.heads_q, shape.head_dim_v, kWarpgroupRows))
+      return error;
+  }
+
+  int32_t multiprocessors = 0;
+  if (int32_t error = multiprocessor_count(&multiprocessors)) return error;
+  if (int32_t error = setup.prepare()) return error;
+  if (int32_t error = tile_counter(&params.counter, stream)) return error;
+  const int64_t blocks =
+      params.counter == nullptr ? tiles : std::min<int64_t>(tiles, multiprocessors);
+  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSmem,
+           static_cast<cudaStream_t>(stream)>>>(params);
+  return check_launch();
+}
+
+template <typename T>
+constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+
+template <typename T, int kHeadDim>
+std::vector<Instance> forward_instances() {
+  using Config = typename Tiles<T, kHeadDim>::Forward;
+  const Kernel row{"sm90",
+                   Pass::kForward,
+                   kDType<T>,
+                   Features::kLean,
+                   Config::kHeadDim,
+                   Config::kBlockM,
+                   Config::kBlockN,
+                   Config::kStages,
+                   Config::kThreads,
+                   sizeof(typename Config::SharedStorage),
+                   /*deterministic=*/false,
+                   /*splits_groups=*/false};
+  return {{row, &launch_forward<Config>, nullptr}};
+}
+
+}  // namespace flash_ext::sm90
