@@ -19,11 +19,11 @@ struct Ring {
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
-  // By one thread.
-  __device__ __forceinline__ void init(int consumer_warps) {
+  // By one thread: how many arrivals fill a buffer, and how many empty it.
+  __device__ __forceinline__ void init(int producers, int consumers) {
     for (int stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&full[stage]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&empty[stage]), consumer_warps);
+      ptx::mbarrier_init(ptx::shared_address(&full[stage]), producers);
+      ptx::mbarrier_init(ptx::shared_address(&empty[stage]), consumers);
     }
   }
 };
@@ -57,17 +57,24 @@ struct RingPosition {
   __device__ __forceinline__ void publish(Ring<kStages>& ring) const {
     ptx::mbarrier_arrive(ptx::shared_address(&ring.full[stage(ring)]));
   }
+  template <int kStages>
+  __device__ __forceinline__ void publish_warp(Ring<kStages>& ring) const {
+    if (threadIdx.x % kWarpSize == 0) publish(ring);
+  }
 
   // Consumer: waits for the buffer to be full ...
   template <int kStages>
   __device__ __forceinline__ void wait_full(Ring<kStages>& ring) const {
     ptx::mbarrier_wait(ptx::shared_address(&ring.full[stage(ring)]), phase<kStages>());
   }
-  // ... and gives it back; each warp for itself.
+  // ... and gives it back: a thread for itself, or for its warp.
+  template <int kStages>
+  __device__ __forceinline__ void arrive_empty(Ring<kStages>& ring) const {
+    ptx::mbarrier_arrive(ptx::shared_address(&ring.empty[stage(ring)]));
+  }
   template <int kStages>
   __device__ __forceinline__ void release(Ring<kStages>& ring) const {
-    if (threadIdx.x % kWarpSize == 0)
-      ptx::mbarrier_arrive(ptx::shared_address(&ring.empty[stage(ring)]));
+    if (threadIdx.x % kWarpSize == 0) arrive_empty(ring);
   }
 
  private:

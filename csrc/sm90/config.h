@@ -57,8 +57,10 @@ struct ForwardConfig {
     alignas(1024) char k[kStages][KTile::kBytes];
     alignas(1024) char v[kStages][KTile::kBytes];
     ForwardTile tile[2];  // this one and the next
+    int staged[kQStages][kConsumers];  // whether O lies in the buffer of Q, to be stored
     Ring<2> tile_ring;
     Ring<kQStages> q_ring;
+    Ring<kQStages> out_ring[kConsumers];  // O in the buffers of Q; its `empty` is that of Q
     Ring<kStages> k_ring;
     Ring<kStages> v_ring;
   };
@@ -78,10 +80,10 @@ struct Tiles<T, 128> {
   using Forward = ForwardConfig<T, 128, 128, 128, 2, 2>;
 };
 
-// D 256: shared memory has room for 80 keys and one tile of Q.
+// D 256: shared memory has room for one tile of Q.
 template <typename T>
 struct Tiles<T, 256> {
-  using Forward = ForwardConfig<T, 256, 128, 80, 2, 1>;
+  using Forward = ForwardConfig<T, 256, 128, 64, 2, 1>;
 };
 
 }  // namespace flash_ext::sm90

@@ -1,13 +1,15 @@
 // Forward pass on Hopper: FlashAttention-3's division of labour (Shah et al. 2024, sections 3.1 and
 // 3.2) on TMA and wgmma.
 //
-//   one block: a producer warpgroup and consumers of 64 query rows each, walking over tiles
+//   one block: consumer warpgroups of 64 query rows each and warps that serve them, walking over
+//   tiles of query rows
 //   producer: loads Q, then K and V right to left, as far ahead as there are buffers
 //   consumer, for each tile of kBlockN keys:
 //       S  = Q Kᵀ            wgmma, both from shared memory    | runs beside
 //       O += P V             wgmma, P from registers           | the softmax of S
 //       P  = exp2(S - m), l and O brought to the new m
-//   O / l, lse, O through shared memory to TMA
+//   O / l, lse
+//   storer: sends O from shared memory, so that its consumer can go on to the next tile
 //
 // The product P V belongs to the tile before that of S: while it runs, the softmax works on S.
 #pragma once
@@ -17,7 +19,6 @@
 #include "core/gemm.h"
 #include "core/mask.h"
 #include "core/pipeline.h"
-#include "core/scheduler.h"
 #include "core/softmax.h"
 #include "core/wgmma_layout.h"
 #include "ptx/barrier.h"
@@ -28,48 +29,10 @@
 #include "ptx/tma.h"
 #include "ptx/wgmma.h"
 #include "sm90/config.h"
+#include "sm90/forward_tiles.cuh"
 #include "sm90/params.h"
 
 namespace flash_ext::sm90 {
-
-constexpr int kNoTile = -1;  // as the head of a tile: there is none left
-
-// The tile with the number `index`.
-template <typename Config>
-__device__ __forceinline__ ForwardTile find_tile(const ForwardKernelParams& params, int index) {
-  const Shape& shape = params.problem.shape;
-  const int seqlen_q = static_cast<int>(shape.seqlen_q);
-  const TileCoordinate at =
-      last_tile_first_across(index, ceil_div(seqlen_q, Config::kBlockM), shape.heads_q,
-                             shape.heads_q * shape.batch, params.heads_together);
-  const int first_row = at.tile * Config::kBlockM;
-  const Range rows{first_row, min(first_row + Config::kBlockM, seqlen_q)};
-  const BandMask mask(shape, params.problem.window);
-  const Range touched = mask.template touched_key_tiles<Config::kBlockN>(rows);
-  const Range whole = mask.template whole_key_tiles<Config::kBlockN>(rows);
-  return {at.head,
-          at.head / (shape.heads_q / shape.heads_k),
-          static_cast<int>(at.batch),
-          first_row,
-          touched.begin,
-          touched.end,
-          whole.begin,
-          whole.end};
-}
-
-// The number of this block's tile after `index`.
-__device__ __forceinline__ int next_tile(const ForwardKernelParams& params, int index) {
-  const int blocks = static_cast<int>(gridDim.x);
-  return params.counter == nullptr ? index + blocks : atomicAdd(&params.counter->next, 1) + blocks;
-}
-
-// The last block to come here leaves the counter as it found it.
-__device__ __forceinline__ void finish_tiles(const ForwardKernelParams& params) {
-  if (params.counter == nullptr) return;
-  if (atomicAdd(&params.counter->finished, 1) != static_cast<int>(gridDim.x) - 1) return;
-  params.counter->next = 0;
-  params.counter->finished = 0;
-}
 
 // Loads the box of a tile, slab by slab.
 template <typename Tile>
@@ -155,22 +118,20 @@ __device__ __forceinline__ void produce(const ForwardKernelParams& params,
   finish_tiles(params);
 }
 
-// The rows of a tile that a warp of a consumer warpgroup owns.
-struct WarpRows {
-  int consumer_row;  // first row of the warpgroup inside the tile
-  int row;  // first row of the warp
-
-  __device__ __forceinline__ explicit WarpRows(int consumer)
-      : consumer_row(consumer * kWarpgroupRows),
-        row(consumer_row + static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpSize * 16) {}
-};
-
 // Named barriers; number 0 is __syncthreads.
-enum Barrier { kConsumerBarrier = 1, kWarpgroupBarriers = 2 };
+enum Barrier { kConsumerBarrier = 1 };
 
-// A field of the tile in shared memory, read where it is needed: no register holds it meanwhile.
-__device__ __forceinline__ int read_field(const int& field) {
-  return static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&field)));
+// Gives `count` tiles of K and V back as they come.
+template <typename Config>
+__device__ __forceinline__ void pass_over(typename Config::SharedStorage& smem, RingPosition& ring,
+                                          int count) {
+#pragma unroll 1
+  for (; count > 0; --count, ring = ring.next()) {
+    ring.wait_full(smem.k_ring);
+    ring.release(smem.k_ring);
+    ring.wait_full(smem.v_ring);
+    ring.release(smem.v_ring);
+  }
 }
 
 // A consumer's walk over K and V: leaves unnormalised O (64, D) of its warpgroup's rows in `out`.
@@ -212,12 +173,12 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
     ptx::wgmma_commit();
   };
 
-  const int begin = read_field(tile.touched_begin), end = read_field(tile.touched_end);
-  const int whole_begin = read_field(tile.whole_begin), whole_end = read_field(tile.whole_end);
+  const bool guarded = read_field(tile.guarded) != 0;
+  const KeyTiles keys = find_key_tiles<Config>(params, tile, consumer, guarded);
   float rescale[1][2];
   const auto soften = [&](int n) {  // P = exp2(S - m); true where O has to follow a new m
     if (params.score_factor != 1.f) scale(scores, params.score_factor);
-    if (n < whole_begin || n >= whole_end) {
+    if (keys.is_masked(n)) {
       const int lane = threadIdx.x % kWarpSize;
       apply_mask(scores, BandMask(params.problem.shape, params.problem.window),
                  read_field(tile.first_row) + WarpRows(consumer).row + lane / 4,
@@ -230,9 +191,8 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
 
   // In a guarded walk: brings NaN and infinity of a V tile to the rows that see their keys, and
   // takes them out of it before the product. All consumers meet before it changes, and after.
-  const bool guarded = read_field(tile.guarded) != 0;
   const auto guard_v = [&](int n) {
-    if (n >= whole_begin && n < whole_end) return;
+    if (!keys.is_masked(n)) return;
     ring.wait_full(smem.v_ring);
     const uint32_t v_tile = ptx::shared_address(smem.v[ring.stage(smem.v_ring)]);
     const int lane = threadIdx.x % kWarpSize;
@@ -246,8 +206,9 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   };
   if (guarded) clear(result);
 
-  // K and V of a tile have the same place in their rings.
-  int n = end - 1;
+  // K and V of a tile have the same place in their rings. Other warpgroups may see more tiles.
+  pass_over<Config>(smem, ring, read_field(tile.touched_end) - keys.touched.end);
+  int n = keys.touched.end - 1;
   ring.wait_full(smem.k_ring);
   multiply_qk(ring.stage(smem.k_ring));
   ptx::wgmma_wait<0>();
@@ -256,13 +217,13 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   soften(n);
   to_operand<T>(p, scores);
 
-  for (; n > begin; --n) {
+  for (; n > keys.touched.begin; --n) {
     const RingPosition next = ring.next();  // of tile n - 1
     if (guarded) guard_v(n);
     next.wait_full(smem.k_ring);
     multiply_qk(next.stage(smem.k_ring));
     ring.wait_full(smem.v_ring);
-    multiply_pv(ring.stage(smem.v_ring), guarded || n < end - 1);
+    multiply_pv(ring.stage(smem.v_ring), guarded || n < keys.touched.end - 1);
     ptx::wgmma_wait<1>();
     ptx::pin(s);
     next.release(smem.k_ring);
@@ -277,11 +238,12 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
 
   if (guarded) guard_v(n);
   ring.wait_full(smem.v_ring);
-  multiply_pv(ring.stage(smem.v_ring), guarded || n < end - 1);
+  multiply_pv(ring.stage(smem.v_ring), guarded || n < keys.touched.end - 1);
   ptx::wgmma_wait<0>();
   ptx::pin(out);
   ring.release(smem.v_ring);
   ring = ring.next();
+  pass_over<Config>(smem, ring, keys.touched.begin - read_field(tile.touched_begin));
 }
 
 // Normalises O (64, D) of a warpgroup and writes lse. True where O may hold what NaN or infinity in
@@ -313,46 +275,58 @@ __device__ __forceinline__ bool finish_rows(const ForwardParams& problem, const 
   return suspect;
 }
 
-// Writes O and lse of a warpgroup's rows. 16-bit O goes by way of the rows of Q that this warpgroup
-// has read, `q_tile`, which TMA has read in turn when this returns.
+// Writes lse, and O: 16-bit O to the rows of Q that this warpgroup has read, `q_tile`, from where
+// the storer sends it; fp32 O straight to its place.
 template <typename Config>
 __device__ __forceinline__ void write_output(const ForwardKernelParams& params, ForwardTile& tile,
                                              char* q_tile, int consumer,
                                              const OnlineSoftmax<1>& softmax,
                                              float (&out)[Config::kHeadDim / 2]) {
-  using T = typename Config::Element;
-  using QTile = typename Config::QTile;
   const ForwardParams& problem = params.problem;
-  const WarpRows rows(consumer);
+  const int row = WarpRows(consumer).row;
   const int lane = threadIdx.x % kWarpSize;
   auto& result = reinterpret_cast<float (&)[1][Config::kHeadDim / 8][4]>(out);
-  if (finish_rows<Config>(problem, tile, rows.row, softmax, result)) tile.suspect = 1;
-  const int head = read_field(tile.head), batch = read_field(tile.batch);
-  const int first_row = read_field(tile.first_row);
+  if (finish_rows<Config>(problem, tile, row, softmax, result)) tile.suspect = 1;
 
   if (problem.out_dtype == DType::kFloat32) {
-    char* const matrix = head_matrix(problem.out, batch, head, sizeof(float));
+    char* const matrix =
+        head_matrix(problem.out, read_field(tile.batch), read_field(tile.head), sizeof(float));
     store_fragments(reinterpret_cast<float*>(matrix), problem.out.seq_stride,
                     static_cast<int>(problem.shape.seqlen_q), problem.shape.head_dim_v, result,
-                    first_row + rows.row + lane / 4, lane);
+                    read_field(tile.first_row) + row + lane / 4, lane);
   } else {
-    const uint32_t staging = ptx::shared_address(q_tile);
-    const int barrier = kWarpgroupBarriers + consumer;
-    stage_fragments<T, QTile>(staging, result, rows.row, lane);
+    stage_fragments<typename Config::Element, typename Config::QTile>(ptx::shared_address(q_tile),
+                                                                      result, row, lane);
     ptx::fence_proxy_async_shared();
-    ptx::barrier_sync<kWarpgroupThreads>(barrier);
-    if (threadIdx.x % kWarpgroupThreads == 0) {
-      if (read_field(tile.guarded) != 0) ptx::bulk_wait<0>();  // what the first walk wrote
+  }
+}
+
+// A storer's thread: sends the staged O of one consumer, and gives its part of Q's buffer back.
+template <typename Config>
+__device__ __forceinline__ void store(const ForwardKernelParams& params,
+                                      typename Config::SharedStorage& smem, int consumer) {
+  using QTile = typename Config::QTile;
+  const int consumer_row = consumer * kWarpgroupRows;
+  for (RingPosition tiles;; tiles = tiles.next()) {
+    tiles.wait_full(smem.tile_ring);
+    const ForwardTile& tile = smem.tile[tiles.stage(smem.tile_ring)];
+    if (tile.head == kNoTile) return;
+    tiles.wait_full(smem.out_ring[consumer]);
+    const int stage = tiles.stage(smem.q_ring);
+    if (smem.staged[stage][consumer] != 0) {
+      if (tile.guarded != 0) ptx::bulk_wait<0>();  // what the first walk wrote
+      const uint32_t staging = ptx::shared_address(smem.q[stage]);
 #pragma unroll
       for (int slab = 0; slab < QTile::kSlabs; ++slab)
         ptx::tma_store(&params.out.map,
-                       {slab * QTile::kSlabCols, first_row + rows.consumer_row,
-                        head * params.out.head_step, batch * params.out.batch_step},
-                       staging + slab * QTile::kSlabBytes + rows.consumer_row * QTile::kLineBytes);
+                       {slab * QTile::kSlabCols, tile.first_row + consumer_row,
+                        tile.head * params.out.head_step, tile.batch * params.out.batch_step},
+                       staging + slab * QTile::kSlabBytes + consumer_row * QTile::kLineBytes);
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
     }
-    ptx::barrier_sync<kWarpgroupThreads>(barrier);
+    tiles.arrive_empty(smem.q_ring);
+    tiles.arrive_empty(smem.tile_ring);
   }
 }
 
@@ -388,7 +362,11 @@ __device__ __forceinline__ void consume(const ForwardKernelParams& params,
     if (read_field(tile.head) == kNoTile) return;
 
     tiles.wait_full(smem.q_ring);
-    if (read_field(tile.touched_begin) == read_field(tile.touched_end)) {
+    const Range seen =
+        find_key_tiles<Config>(params, tile, consumer, read_field(tile.guarded) != 0).touched;
+    if (seen.begin == seen.end) {
+      pass_over<Config>(smem, kv_ring,
+                        read_field(tile.touched_end) - read_field(tile.touched_begin));
       write_empty_rows(params.problem, tile, WarpRows(consumer).row);
     } else {
       char* const q_tile = smem.q[tiles.stage(smem.q_ring)];
@@ -398,8 +376,11 @@ __device__ __forceinline__ void consume(const ForwardKernelParams& params,
       attend<Config>(params, smem, tile, q_tile, kv_ring, consumer, softmax, out);
       write_output<Config>(params, tile, q_tile, consumer, softmax, out);
     }
+    if (threadIdx.x % kWarpgroupThreads == 0)
+      smem.staged[tiles.stage(smem.q_ring)][consumer] =
+          seen.begin != seen.end && params.problem.out_dtype != DType::kFloat32;
     __syncwarp();
-    tiles.release(smem.q_ring);
+    tiles.publish_warp(smem.out_ring[consumer]);
     tiles.release(smem.tile_ring);
   }
 }
@@ -414,17 +395,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (ForwardTile& tile : smem.tile) tile.suspect = 0;
-    smem.tile_ring.init(Config::kConsumerWarps);
-    smem.q_ring.init(Config::kConsumerWarps);
-    smem.k_ring.init(Config::kConsumerWarps);
-    smem.v_ring.init(Config::kConsumerWarps);
+    smem.tile_ring.init(1, Config::kConsumerWarps + Config::kConsumers);
+    smem.q_ring.init(1, Config::kConsumers);
+    smem.k_ring.init(1, Config::kConsumerWarps);
+    smem.v_ring.init(1, Config::kConsumerWarps);
+    for (auto& ring : smem.out_ring) ring.init(Config::kConsumerWarps / Config::kConsumers, 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
 
   if (warpgroup == 0) {
     ptx::register_decrease<Config::kProducerRegisters>();
-    if (warp == 0 && ptx::elect_one()) produce<Config>(params, smem);
+    if (ptx::elect_one()) {
+      if (warp == 0)
+        produce<Config>(params, smem);
+      else if (warp <= Config::kConsumers)
+        store<Config>(params, smem, warp - 1);
+    }
   } else {
     ptx::register_increase<Config::kConsumerRegisters>();
     consume<Config>(params, smem, warpgroup - 1);

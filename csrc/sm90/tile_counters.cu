@@ -1,3 +1,4 @@
+// Counters of the persistent kernels: one pair for each stream that has asked.
 #include "sm90/tile_counters.h"
 
 #include <cuda_runtime.h>
