@@ -6,6 +6,8 @@ import ast
 import importlib
 import importlib.util
 import re
+import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -47,12 +49,18 @@ def names_in_code(text: str) -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", prose(text)))
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_api", ROOT / "docs" / "generate_api.py")
+def script(name: str) -> ModuleType:
+    """A script of docs as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where its dataclasses look
     spec.loader.exec_module(module)
     return module
+
+
+def generator() -> ModuleType:
+    return script("generate_api")
 
 
 @each_page
@@ -201,6 +209,56 @@ def test_stale_api_page_is_noticed(
     (tmp_path / "api.md").write_text("old")
     assert module.main(["--check"]) == 1
     assert "not current" in capsys.readouterr().err
+
+
+def test_hopper_figure_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = script("hopper_timeline")
+    assert timeline.main(["--check"]) == 0, "run: python docs/hopper_timeline.py"
+    monkeypatch.setattr(timeline, "FIGURE", tmp_path / "figures" / "figure.svg")
+    assert timeline.main(["--check"]) == 1
+    assert timeline.main([]) == 0
+    assert timeline.main(["--check"]) == 0
+
+
+def test_hopper_budget_is_that_of_the_tiles() -> None:
+    """The table of clocks has the tiles of config.h, and nothing else."""
+    page = (ROOT / "docs" / "hopper.md").read_text(encoding="utf-8")
+    section = page[page.index("### One key tile") : page.index("* tensor cores:")]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    lines = script("hopper_timeline").budget_lines()
+    assert table[2:] == lines, "run: python docs/hopper_timeline.py, which prints the rows"
+
+
+def test_hopper_budget_by_hand() -> None:
+    """128 queries, 176 keys, D 128: 2816 clocks of products, half of that for exponentials."""
+    tile = script("hopper_timeline").Tile(128, 128, 176, 2, 1)
+    assert (tile.tensor_clocks, tile.exp_clocks, tile.smem_clocks) == (2816, 1408, 2368)
+    assert (tile.issue_clocks, tile.l2_bytes) == (792, 32)
+
+
+def test_hopper_model_keeps_its_rules() -> None:
+    """One product at a time, softmax after its scores, as many loads as there are key tiles."""
+    timeline = script("hopper_timeline")
+    blocks = timeline.Model().run()
+    for kinds, lanes in ((("QK", "PV"), ("products 0", "products 1")), (("load",), ("producer",))):
+        busy = sorted((b.start, b.end) for b in blocks if b.kind in kinds)
+        assert {b.lane for b in blocks if b.kind in kinds} == set(lanes)
+        assert all(end <= start for (_, end), (start, _) in pairwise(busy))
+    keys = sum(timeline.KEY_TILES)
+    count = {kind: sum(b.kind == kind for b in blocks) for kind in timeline.COLOURS}
+    assert count == {
+        "load": 2 * keys + 2, "QK": 2 * keys, "PV": 2 * keys, "softmax": 2 * keys,
+        "finish": 4, "store": 4,
+    }  # fmt: skip
+    for consumer in range(2):
+        scores = [b for b in blocks if b.lane == f"products {consumer}" and b.kind == "QK"]
+        softmaxes = [b for b in blocks if b.lane == f"consumer {consumer}" and b.kind == "softmax"]
+        assert all(s.end <= p.start for s, p in zip(scores, softmaxes, strict=True))
+    (first, second) = (
+        next(b for b in blocks if b.label == "Q" and b.tile == tile) for tile in (0, 1)
+    )
+    assert second.start < min(b.start for b in blocks if b.kind == "finish"), "Q is there early"
+    assert first.start < second.start
 
 
 def test_docstring_sections_become_lists() -> None:

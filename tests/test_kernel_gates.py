@@ -8,11 +8,13 @@ texts that must break them.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from ptx_kit import find_nvcc
 
 from flash_ext.build import extension
 from flash_ext.testing import gates
@@ -109,7 +111,8 @@ def test_rows_can_be_launched(rows: list[gates.Row], usages: list[gates.Usage]) 
 
 
 def test_machine_code(rows: list[gates.Row], codes: list[gates.Code]) -> None:
-    """Tensor cores, ldmatrix and asynchronous copies where they belong; no double precision."""
+    """Tensor cores and asynchronous copies where they belong, on Hopper the products of the shapes
+    that the table says and registers enough for every warpgroup; no double precision."""
     checked = [(row, code) for row in rows for code in codes if gates.implements(row, code.kernel)]
     assert {row["index"] for row, _ in checked} == {row["index"] for row in rows}
     faults = [fault for row, code in checked for fault in gates.code_faults(row, code)]
@@ -165,6 +168,29 @@ arch = sm_80
 arch = sm_90a
 \t\tFunction : other
         /*0000*/                   STL [R1], R2 ;
+"""
+
+
+HOPPER_KERNEL = (
+    "_ZN9flash_ext4sm9013flash_forwardINS0_13ForwardConfigI13__nv_bfloat16"
+    "Li64ELi192ELi32ELi4ELi2EEEEEvNS0_19ForwardKernelParamsE"
+)
+HOPPER_ROW = {
+    **ROW, "family": "sm90", "dtype": "bfloat16", "block_m": 192, "block_n": 32, "threads": 512,
+}  # fmt: skip
+HOPPER_SASS = f"""
+arch = sm_90a
+\t\tFunction : {HOPPER_KERNEL}
+        /*0310*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0 ;     /* 0x0000 */
+        /*0740*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR28], RZ, !UPT ; /* 0x01 */
+        /*0750*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR24], R24 ;
+        /*0760*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR16], R24 ;
+        /*0770*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;
+        /*0780*/                   HGMMA.64x64x16.F32.BF16 R88, R120, gdesc[UR12].tnspB, R88, UP0 ;
+        /*0790*/                   HGMMA.64x64x16.F32.BF16 R88, R148, gdesc[UR12].tnspB, R88, gsb0 ;
+        /*c370*/                   UTMASTG.4D [UR8], [UR16] ;
+        /*d610*/                   USETMAXREG.DEALLOC.CTAPOOL 0x20 ;
+        /*ebb0*/                   UTMALDG.4D [UR16], [UR34] ;
 """
 
 
@@ -256,6 +282,87 @@ def test_unwanted_instruction_is_a_fault(opcode: str) -> None:
     code = good_code()
     code.opcodes[opcode] += 1
     assert opcode in "".join(gates.code_faults(ROW, code))
+
+
+def hopper_faults(old: str = "", new: str = "") -> list[str]:
+    """Faults of the Hopper kernel, every `old` in its machine code replaced."""
+    assert old in HOPPER_SASS
+    (code,) = gates.codes(HOPPER_SASS.replace(old, new) if old else HOPPER_SASS)
+    return list(gates.code_faults(HOPPER_ROW, code))
+
+
+def test_hopper_code_is_read() -> None:
+    (code,) = gates.codes(HOPPER_SASS)
+    s = gates.Wgmma(32, 16, "bfloat16", a_in_registers=False, transposed="")
+    o = gates.Wgmma(64, 16, "bfloat16", a_in_registers=True, transposed="B")
+    assert code.products == {s: 4, o: 2}
+    assert (code.given_back, code.asked_for) == ((32,), (160,))
+    assert gates.implements(HOPPER_ROW, code.kernel)
+    assert not gates.implements({**HOPPER_ROW, "family": "sm80"}, code.kernel)
+    assert hopper_faults() == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("UTMALDG", "LDG", "no UTMALDG"),
+        ("UTMASTG", "STG", "no UTMASTG"),
+        ("HGMMA.64x64x16", "HMMA.64x64x16", "2 HMMA"),
+        ("HGMMA.64x32x16", "HGMMA.64x64x16", "4 HGMMA of 64 x 64 x 16 bfloat16, A in shared"),
+        ("HGMMA.64x32x16.F32.BF16 R24, gdesc[UR16]", "NOP",
+         "3 HGMMA of 64 x 32 x 16 bfloat16, A in shared memory, expected a multiple of 4"),
+        ("R24, gdesc[UR16], R24 ;", "R24", "6 HGMMA, 5 of them were understood"),
+        ("R120, gdesc[UR12].tnspB", "R120, gdesc[UR12]",
+         "1 HGMMA of 64 x 64 x 16 bfloat16, A in registers, which is neither S nor O"),
+        ("gdesc[UR24]", "gdesc[UR24].tnspA.tnspB", "A in shared memory, AB transposed, which is"),
+        (".BF16", "", "of 64 x 64 x 16 float16, A in registers, B transposed, which is neither"),
+        ("R120, gdesc", "gdesc[UR4], gdesc", "1 HGMMA of 64 x 64 x 16 bfloat16, A in shared"),
+        ("0xa0", "0xa8", "536 registers for a thread of each of 4 warpgroups, 512 are there"),
+        ("USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0", "NOP", "given back (32,), asked for ()"),
+        ("USETMAXREG", "NOP", "no USETMAXREG"),
+    ],
+)  # fmt: skip
+def test_doctored_hopper_code_is_a_fault(old: str, new: str, fault: str) -> None:
+    assert fault in "\n".join(hopper_faults(old, new))
+
+
+SERIALISED = """
+#include "ptx/wgmma.h"
+using namespace flash_ext::ptx;
+// The accumulator is touched between products of a group.
+__global__ void touched(float* x, uint64_t a, uint64_t b) {
+  float d[32];
+  for (float& value : d) value = x[threadIdx.x];
+  wgmma_fence();
+  for (int i = 0; i < 4; ++i) {
+    wgmma<__nv_bfloat16, 64, Major::kK, Major::kK>(d, a + i, b + i, true);
+    d[3] += x[i];
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < 32; ++i) x[threadIdx.x * 32 + i] = d[i];
+}
+"""
+
+
+def test_the_compiler_tells_what_it_serialises(tmp_path: Path) -> None:
+    """With the flags of the build, as information and without failing: only the kept report of an
+    object shows it."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not found")
+    source = tmp_path / "touched.cu"
+    source.write_text(SERIALISED)
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert '"> $log 2>&1' in setup and '"-Xptxas=-v"' in setup
+    done = subprocess.run(
+        [nvcc, "-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas=-v",
+         "-gencode=arch=compute_90a,code=sm_90a", f"-I{ROOT / 'csrc'}", "-c", str(source),
+         "-o", str(tmp_path / "touched.o")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert any("(C75" in line for line in gates.warnings(done.stdout)), done.stdout
 
 
 @pytest.mark.parametrize(

@@ -19,22 +19,28 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 KIB = 1024
 REGISTER_FILE = 65536  # registers of a multiprocessor, the most a block can have
 REGISTERS = 255  # the most a thread can have
 
-# Opcodes that the main loop of a family cannot do without.
-REQUIRED = {"sm80": ("HMMA", "LDSM", "LDGSTS"), "sm90": ("HGMMA", "UTMALDG")}
+WARPGROUP = 128  # threads
+
+# Opcodes that a family's kernels cannot do without, and ones that have no place there: local
+# memory, double precision that slipped in by a literal, and mma.sync beside wgmma.
+REQUIRED = {
+    "sm80": ("HMMA", "LDSM", "LDGSTS"),
+    "sm90": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
+}
+UNWANTED = ("LDL", "STL", "DADD", "DMUL", "DFMA", "DSETP")
+FORBIDDEN = {"sm80": UNWANTED, "sm90": (*UNWANTED, "HMMA")}
 # Matrix products of a pass. Forward: S and O. Backward: S, dP, dV, dK and dQ.
 PRODUCTS = {"forward": 2, "backward": 5}
 HMMA_MULTIPLY_ADDS = 16 * 8 * 16  # of one instruction of a warp
-# Local memory, and double precision that slipped in by a literal.
-FORBIDDEN = ("LDL", "STL", "DADD", "DMUL", "DFMA", "DSETP")
 MANGLED = {"float16": "6__half", "bfloat16": "13__nv_bfloat16"}
 
 Row = Mapping[str, Any]  # of the table of kernels, `_C.kernels()`
@@ -52,6 +58,21 @@ class Usage:
     static_smem: int  # bytes
 
 
+class Wgmma(NamedTuple):
+    """One kind of HGMMA: the 64 x k by k x n product of a warpgroup."""
+
+    n: int
+    k: int
+    dtype: str  # of A and B
+    a_in_registers: bool
+    transposed: str  # "", "A", "B" or "AB": stored with m or n running fastest
+
+    def __str__(self) -> str:
+        a = "registers" if self.a_in_registers else "shared memory"
+        transposed = f", {self.transposed} transposed" if self.transposed else ""
+        return f"64 x {self.n} x {self.k} {self.dtype}, A in {a}{transposed}"
+
+
 @dataclass(frozen=True)
 class Code:
     """The machine code of one kernel on one architecture."""
@@ -59,6 +80,10 @@ class Code:
     kernel: str
     arch: str
     opcodes: Counter[str]  # without their modifiers
+    products: Counter[Wgmma] = field(default_factory=Counter)
+    # Registers a thread that warpgroups give back down to, and that they ask for.
+    given_back: tuple[int, ...] = ()
+    asked_for: tuple[int, ...] = ()
 
 
 def built_objects(root: Path) -> list[Path]:
@@ -137,7 +162,25 @@ def codes(sass: str) -> Iterator[Code]:
             arch = named[2]
             continue
         line = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)"
-        yield Code(named[2], arch, Counter(re.findall(line, text)))
+        moved = {
+            way: tuple(int(number, 16) for number in re.findall(rf"{way}\S* [^;]*?0x(\w+)", text))
+            for way in ("USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC")
+        }
+        yield Code(
+            named[2], arch, Counter(re.findall(line, text)), _products(text), *moved.values()
+        )
+
+
+def _products(text: str) -> Counter[Wgmma]:
+    """Kinds of HGMMA in a kernel's text: accumulator, A, B and their modifiers."""
+    found: Counter[Wgmma] = Counter()
+    pattern = r"HGMMA\.64x(\d+)x(\d+)\.F32(\.BF16)? R\w+, ([^;]+);"
+    for n, k, bf16, operands in re.findall(pattern, text):
+        dtype = "bfloat16" if bf16 else "float16"
+        transposed = "".join(re.findall(r"\.tnsp(A|B)", operands))
+        in_registers = not operands.startswith("gdesc")
+        found[Wgmma(int(n), int(k), dtype, in_registers, transposed)] += 1
+    return found
 
 
 def smem_limit(arch: str) -> int:
@@ -154,9 +197,10 @@ def smem_limit(arch: str) -> int:
 
 
 def implements(row: Row, kernel: str) -> bool:
-    """Whether a mangled name is that of a row's main kernel: pass, element and tile are in it."""
+    """Whether a mangled name is that of a row's main kernel: family, pass, element and tile."""
     tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
-    return re.search(rf"{row['pass']}\w*{MANGLED[row['dtype']]}{tile}", kernel) is not None
+    name = rf"4{row['family']}\w*_{row['pass']}\w*{MANGLED[row['dtype']]}{tile}"
+    return re.search(name, kernel) is not None
 
 
 def usage_faults(usage: Usage) -> Iterator[str]:
@@ -213,14 +257,59 @@ def code_faults(row: Row, code: Code) -> Iterator[str]:
         least = PRODUCTS[row["pass"]] * tile // (HMMA_MULTIPLY_ADDS * warps)
         if code.opcodes["HMMA"] < least:
             yield f"{where}: {code.opcodes['HMMA']} HMMA, the products of a tile take {least}"
-    for opcode in FORBIDDEN:
+    for opcode in FORBIDDEN[row["family"]]:
         if code.opcodes[opcode]:
             yield f"{where}: {code.opcodes[opcode]} {opcode}"
+    if row["family"] == "sm90":
+        yield from (f"{where}: {fault}" for fault in register_faults(row, code))
+        if row["pass"] == "forward":
+            yield from (f"{where}: {fault}" for fault in forward_product_faults(row, code))
+
+
+def forward_product_faults(row: Row, code: Code) -> Iterator[str]:
+    """Which HGMMA are not those of S = Q Kᵀ and O = P V, or are not whole products.
+
+    A product takes 16 columns of its inner dimension a step: S D / 16 of them, with both operands
+    in shared memory, O kBlockN / 16, with P in registers and V transposed.
+    """
+    D, kBlockN = row["head_dim"], row["block_n"]
+    steps = {
+        Wgmma(kBlockN, 16, row["dtype"], a_in_registers=False, transposed=""): D // 16,
+        Wgmma(D, 16, row["dtype"], a_in_registers=True, transposed="B"): kBlockN // 16,
+    }
+    for product, least in steps.items():
+        count = code.products[product]
+        if count == 0 or count % least:
+            yield f"{count} HGMMA of {product}, expected a multiple of {least}"
+    for product, count in code.products.items():
+        if product not in steps:
+            yield f"{count} HGMMA of {product}, which is neither S nor O"
+    if code.products.total() != code.opcodes["HGMMA"]:
+        yield f"{code.opcodes['HGMMA']} HGMMA, {code.products.total()} of them were understood"
+
+
+def register_faults(row: Row, code: Code) -> Iterator[str]:
+    """Whether warpgroups ask for more registers than the block has: they would wait for ever.
+
+    One warpgroup, the producer, gives registers back; all others ask for more.
+    """
+    if len(code.given_back) != 1 or len(code.asked_for) != 1:
+        yield f"registers given back {code.given_back}, asked for {code.asked_for}: expected one"
+        return
+    warpgroups = row["threads"] // WARPGROUP
+    granted = REGISTER_FILE // row["threads"] // 8 * 8  # of each thread at the start
+    needed = code.given_back[0] + (warpgroups - 1) * code.asked_for[0]
+    if needed > warpgroups * granted:
+        yield (
+            f"{needed} registers for a thread of each of {warpgroups} warpgroups, "
+            f"{warpgroups * granted} are there"
+        )
 
 
 def table(objects: list[Path], cuobjdump: str | None, sass: Path | None) -> Iterator[str]:
     """Lines that show every kernel; with `sass` the machine code is written there."""
-    yield "registers  spills  stack  smem  arch     HMMA  LDSM  LDGSTS  all     kernel"
+    shown = ("HMMA", "LDSM", "LDGSTS", "HGMMA", "UTMALDG")
+    yield f"registers  spills  stack  smem  arch     {'  '.join(shown)}  all     kernel"
     for built in objects:
         text = disassemble(cuobjdump, built) if cuobjdump else ""
         if sass is not None:
@@ -229,10 +318,10 @@ def table(objects: list[Path], cuobjdump: str | None, sass: Path | None) -> Iter
         opcodes = {(code.kernel, code.arch): code.opcodes for code in codes(text)}
         for usage in usages(ptxas_report(built)):
             count = opcodes.get((usage.kernel, usage.arch), Counter())
+            columns = "  ".join(f"{count[opcode]:{len(opcode)}}" for opcode in shown)
             yield (
                 f"{usage.registers:9}  {usage.spills:6}  {usage.stack:5}  {usage.static_smem:4}  "
-                f"{usage.arch:7}  {count['HMMA']:4}  {count['LDSM']:4}  {count['LDGSTS']:6}  "
-                f"{count.total():6}  {usage.kernel}"
+                f"{usage.arch:7}  {columns}  {count.total():6}  {usage.kernel}"
             )
 
 
