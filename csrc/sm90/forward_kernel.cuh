@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_tile(char* target, const MappedTensor& tens
 template <typename Config>
 __device__ __forceinline__ ForwardTile choose_tile(const ForwardKernelParams& params,
                                                    typename Config::SharedStorage& smem,
-                                                   RingPosition position, int& next) {
+                                                   RingPosition position, int next) {
   const auto take_suspect = [&](RingPosition of, ForwardTile& tile) {
     of.wait_empty(smem.tile_ring);
     ForwardTile& slot = smem.tile[of.stage(smem.tile_ring)];
@@ -61,11 +61,7 @@ __device__ __forceinline__ ForwardTile choose_tile(const ForwardKernelParams& pa
   };
   ForwardTile tile;
   if (take_suspect(position, tile)) return tile;
-  if (next < params.tiles) {
-    tile = find_tile<Config>(params, next);
-    next = next_tile(params, next);  // long before it is needed
-    return tile;
-  }
+  if (next < params.tiles) return find_tile<Config>(params, next);
   // The last tile but one is done; the verdict on the last is still out.
   if (take_suspect(position.next(), tile)) return tile;
   return {kNoTile};
@@ -102,18 +98,21 @@ __device__ __forceinline__ void produce(const ForwardKernelParams& params,
     if (tile.sees_nothing()) {
       tiles.wait_empty(smem.q_ring);
       tiles.publish(smem.q_ring);
-      continue;
-    }
-    int n = tile.touched_end - 1;
-    load_k(n);
-    tiles.wait_empty(smem.q_ring);
-    load_tile<QTile>(smem.q[tiles.stage(smem.q_ring)], params.q, tile.first_row, tile.head,
-                     tile.batch, tiles.expect(smem.q_ring, QTile::kBytes));
-    for (; n > tile.touched_begin; --n) {
-      load_k(n - 1);
+    } else {
+      int n = tile.touched_end - 1;
+      load_k(n);
+      tiles.wait_empty(smem.q_ring);
+      load_tile<QTile>(smem.q[tiles.stage(smem.q_ring)], params.q, tile.first_row, tile.head,
+                       tile.batch, tiles.expect(smem.q_ring, QTile::kBytes));
+      for (; n > tile.touched_begin; --n) {
+        load_k(n - 1);
+        load_v(n);
+      }
       load_v(n);
     }
-    load_v(n);
+    // Not earlier: a tile that was taken early may have to wait while other blocks are idle. The
+    // consumers still have what is in the rings.
+    if (tile.guarded == 0) next = next_tile(params, next);
   }
   finish_tiles(params);
 }
