@@ -123,6 +123,8 @@ def plot(rows: Sequence[Row], pass_name: str, figure: str, path: Path) -> None:
         panel_axes.set_xlabel("sequence length")
     for row_axes in axes:
         row_axes[0].set_ylabel(FIGURES[figure])
+        if figure != "extra_mib":
+            row_axes[0].set_ylim(bottom=0)  # when every panel that shares the scale is drawn
     handles, labels = axes[0][0].get_legend_handles_labels()
     plots.legend(handles, labels, loc="outside lower center", ncols=2 * len(masks), fontsize=9)
     e = one_environment(rows)
@@ -150,8 +152,6 @@ def _draw(axes: Any, panel: dict[Cell, dict[str, Result]], names: list[str], wha
     axes.grid(alpha=0.3)
     if what == "extra_mib":
         axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
 
 
 def _has(results: dict[str, Result], name: str, figure: str) -> bool:

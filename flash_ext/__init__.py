@@ -5,5 +5,15 @@ from flash_ext.build import __version__, build_info
 from flash_ext.dispatch import Plan
 from flash_ext.interface import attention, explain
 from flash_ext.merge import merge
+from flash_ext.varlen import attention_varlen
 
-__all__ = ["Plan", "__version__", "attention", "build_info", "explain", "merge", "testing"]
+__all__ = [
+    "Plan",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "build_info",
+    "explain",
+    "merge",
+    "testing",
+]

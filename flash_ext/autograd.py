@@ -10,12 +10,12 @@ from torch import Tensor
 from flash_ext import ops
 
 # (out, lse) where they are there already; what the operators take after their tensors, up to the
-# modifiers; whether lse is a result.
-Call: TypeAlias = tuple[tuple[Tensor, Tensor] | None, tuple[Any, ...], bool]
+# modifiers; whether lse is a result; the operators of both passes.
+Call: TypeAlias = tuple[tuple[Tensor, Tensor] | None, tuple[Any, ...], bool, ops.Operators]
 
 
 class Attention(torch.autograd.Function):
-    """flash_ext::forward recorded for autograd. out and lse are differentiable, once.
+    """A forward operator recorded for autograd. out and lse are differentiable, once.
 
     Each input and each result takes host time. So lse is a result only where it is asked for, what
     has no gradient is one input, `Call`, and modifiers are inputs only where there are any."""
@@ -24,10 +24,11 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, *modifiers: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`modifiers` is what the operator takes after the settings: attn_bias, sinks, ..."""
-        results, ctx.settings, return_lse = call
-        out, lse = results or ops.forward(q, k, v, *ctx.settings, *modifiers)
-        needs, kept = ctx.needs_input_grad, modifiers[:4]
+        """`modifiers` is what the operator takes after the settings: attn_bias, sinks, and others
+        without a gradient, of which the last, out_dtype, is no matter of the backward pass."""
+        results, ctx.settings, return_lse, (forward, ctx.backward_operator) = call
+        out, lse = results or forward(q, k, v, *ctx.settings, *modifiers)
+        needs, kept = ctx.needs_input_grad, modifiers[:-1]
         if needs[0] or needs[1] or (modifiers and needs[4]):
             ctx.save_for_backward(q, k, v, out, lse, *kept)
         else:  # dv needs the probabilities only, dsinks needs delta only
@@ -50,25 +51,26 @@ class Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad
         want = (*needs[:3], *(needs[4:6] or (False, False)))
         differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        run = Derivative.apply if differentiated else ops.backward
-        found = run(dout, dlse, q, k, v, out, lse, want, *ctx.settings, *modifiers)
+        args = (dout, dlse, q, k, v, out, lse, want, *ctx.settings, *modifiers)
+        backward = ctx.backward_operator
+        found = Derivative.apply(backward, *args) if differentiated else backward(*args)
         dq, dk, dv, *others = (x if asked else None for x, asked in zip(found, want, strict=True))
         if modifiers:
-            return dq, dk, dv, None, *others, None, None, None
+            return dq, dk, dv, None, *others, *[None] * (len(modifiers) - 1)
         return dq, dk, dv, None
 
 
 class Derivative(torch.autograd.Function):
-    """flash_ext::backward where a second derivative may be asked for: an error then, not zeros."""
+    """A backward operator where a second derivative may be asked for: an error then, not zeros."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> ops.Gradients:
-        return ops.backward(*args)
+    def forward(ctx: Any, operator: torch._ops.OpOverload, *args: Any) -> ops.Gradients:
+        return operator(*args)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         raise RuntimeError(
-            "flash_ext.attention has no second derivatives: its gradients came from a call with "
+            "flash_ext has no second derivatives: gradients of attention came from a call with "
             "create_graph=True and were differentiated again"
         )
 
@@ -79,16 +81,31 @@ eager_apply = super(torch.autograd.Function, Attention).apply
 
 
 def record(
-    q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...], return_lse: bool, *modifiers: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: tuple[Any, ...],
+    return_lse: bool,
+    *modifiers: Any,
+    operators: ops.Operators = ops.OPERATORS,
 ) -> Any:
     """Run the operator, recorded for autograd; arguments as of `Attention.forward`."""
-    call: Call = None, settings, return_lse
-    if torch.compiler.is_compiling():  # a Function is traced with distinct tensors only
-        k = k.view_as(k) if k is q else k
-        v = v.view_as(v) if v is q or v is k else v
-    elif not torch._C._are_functorch_transforms_active():
+    call: Call = None, settings, return_lse, operators
+    if torch.compiler.is_compiling():
+        q, k, v, *others = distinct(q, k, v, *modifiers)
+        return Attention.apply(q, k, v, call, *others)
+    if not torch._C._are_functorch_transforms_active():
         return eager_apply(q, k, v, call, *modifiers)
     return Attention.apply(q, k, v, call, *modifiers)
+
+
+def distinct(*inputs: Any) -> list[Any]:
+    """The inputs with views for tensors that come again: a Function is traced without repeats."""
+    found: list[Any] = []
+    for x in inputs:
+        again = isinstance(x, Tensor) and any(x is other for other in found)
+        found.append(x.view_as(x) if again else x)
+    return found
 
 
 def hollow(x: Tensor) -> Tensor:

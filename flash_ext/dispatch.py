@@ -22,6 +22,7 @@ REFERENCE = "reference"
 SMEM_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 LEAST_SMEM_KIB = 99
 
+NO_VARLEN = "varlen is not served on CUDA yet: no kernel of this build reads cu_seqlens"
 WORKSPACE_STEP = 16  # fp32 workspaces of gradients have rows of a multiple of this many columns
 
 
@@ -247,6 +248,8 @@ def _choose(
 ) -> Choice:
     if not kernels:
         return Choice(None, None, missing or "this build has no CUDA kernels")
+    if problem.varlen:
+        return Choice(None, None, NO_VARLEN)
     if forced.family is not None and forced.family not in families:
         return Choice(None, None, f"forced to family {forced.family}, which this build lacks")
     passes_of_family = {row.pass_ for row in kernels if row.family == forced.family}

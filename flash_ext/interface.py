@@ -1,4 +1,7 @@
-"""The public functions: `attention`, and `explain`, which tells what it would do."""
+"""The public functions: `attention`, and `explain`, which tells what it would do.
+
+Their twin for packed sequences, `attention_varlen`, is in `varlen.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from flash_ext import direct, dispatch, ops, problem
+from flash_ext import direct, dispatch, ops, problem, varlen_problem
 from flash_ext.autograd import eager_apply, record
 from flash_ext.dispatch import Hardware, Plan
 from flash_ext.problem import NO_WINDOW, Capability, WindowSize
@@ -16,8 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `attention` that do not decide the type of its result."""
+class Modifiers(TypedDict, total=False):
+    """Keyword arguments of both functions that do not decide the type of their result."""
 
     causal: bool
     softmax_scale: float | None
@@ -29,6 +32,11 @@ class Options(TypedDict, total=False):
     dropout_p: float
     deterministic: bool | None
     out_dtype: torch.dtype | None
+
+
+class Options(Modifiers, total=False):
+    """Keyword arguments of `attention` that do not decide the type of its result."""
+
     layout: str
 
 
@@ -120,9 +128,9 @@ def attention(
             an input requires a gradient, backward; with the reasons that `explain` gives.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        _check_tensors(q, k, v)  # raises
+        check_tensors(q, k, v)  # raises
     if torch._C._is_any_autocast_enabled():  # on any device: one question in place of two
-        autocast = _autocast(q)
+        autocast = autocast_dtype(q)
         if autocast is not None:
             q, k, v = (x.to(problem.cast_dtype(x.dtype, autocast)) for x in (q, k, v))
     modified = not (
@@ -134,7 +142,7 @@ def attention(
         and dropout_p == 0.0
     )
     if modified:
-        _check_modifiers(attn_bias, sinks, alibi_slopes)
+        check_modifiers(attn_bias, sinks, alibi_slopes)
     if (
         modified
         or softmax_scale is not None
@@ -142,9 +150,7 @@ def attention(
         or return_lse is not False
         or layout != "bshd"
     ):
-        _check_plain(
-            softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout
-        )
+        check_plain(softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout)
     left, right = problem.window_limits(causal, window_size)
     recorded = (
         q.requires_grad
@@ -161,12 +167,13 @@ def attention(
     modifiers: tuple[Any, ...] = ()
     if modified:
         settings += (softcap, dropout_p)
-        seed = _seed(q.device) if dropout_p > 0.0 else None
+        seed = new_seed(q.device) if dropout_p > 0.0 else None
         modifiers = (attn_bias, sinks, alibi_slopes, seed, out_dtype)
     else:
         found = direct.forward(q, k, v, settings, recorded or return_lse)
         if found is not None:
-            return eager_apply(q, k, v, (found, settings, return_lse)) if recorded else found
+            call = (found, settings, return_lse, ops.OPERATORS)
+            return eager_apply(q, k, v, call) if recorded else found
     if recorded:
         return record(q, k, v, settings, return_lse, *modifiers)
     out, lse = ops.forward(q, k, v, *settings, *modifiers)
@@ -190,12 +197,22 @@ def explain(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     layout: str = "bshd",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     capability: Capability | None = None,
 ) -> Plan:
     """What `attention` would do with the same arguments, and why. Runs nothing, reads no data.
 
+    With `cu_seqlens_q` and `cu_seqlens_k` it is what `attention_varlen` would do.
+
     Args:
         q, k, v and the modifiers: as for `attention`. Real, fake and meta tensors.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as for
+            `attention_varlen`, which takes packed q, k and v and no layout.
         capability: explain for CUDA hardware of this compute capability, such as (9, 0), wherever
             the tensors are. None: CPU tensors explain the reference path, CUDA tensors their own
             GPU, and meta tensors the current GPU.
@@ -208,35 +225,43 @@ def explain(
         depends on the number of multiprocessors is left open.
 
     Raises:
-        TypeError, ValueError: as `attention` does; also where a capability is needed, because the
+        TypeError, ValueError: as the function does; also where a capability is needed, because the
             tensors are not on the CPU and there is no GPU.
     """
-    _check_tensors(q, k, v)
-    _check_plain(softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout)
+    check_tensors(q, k, v)
+    check_plain(softmax_scale, softcap, dropout_p, deterministic, return_lse, out_dtype, layout)
     left, right = problem.window_limits(causal, window_size)
-    bhsd = layout == "bhsd"
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    _check_modifiers(attn_bias, sinks, alibi_slopes)
+    check_modifiers(attn_bias, sinks, alibi_slopes)
     on_cpu = q.is_cpu and capability is None
-    asked = problem.of_tensors(
-        *(q, k, v, attn_bias, alibi_slopes, sinks, left, right, softcap, dropout_p),
-        *(out_dtype, deterministic, bhsd),
-        device_type="cpu" if on_cpu else "cuda",
-        autocast=_autocast(q),
-    )
+    device_type, autocast = "cpu" if on_cpu else "cuda", autocast_dtype(q)
+    tensors = (q, k, v, attn_bias, alibi_slopes, sinks)
+    flags = (left, right, softcap, dropout_p, out_dtype, deterministic)
+    sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    if all(x is None for x in sequences):
+        asked = problem.of_tensors(
+            *tensors, *flags, layout == "bhsd", device_type=device_type, autocast=autocast
+        )
+    else:
+        if layout != "bshd":
+            raise ValueError(f"layout is {layout!r}, expected 'bshd' with packed sequences")
+        packing = varlen_problem.packing_of(*sequences)
+        asked = varlen_problem.of_tensors(
+            packing, *tensors, *flags, device_type=device_type, autocast=autocast
+        )
     if on_cpu:
         return dispatch.plan_cpu(asked, dispatch.in_force)
     return ops.plan_for(_hardware(q.device, capability), asked)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):
             problem.check_is_tensor(name, value)
 
 
-def _autocast(q: Tensor) -> torch.dtype | None:
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for where q is, None outside autocast."""
     device_type = "cpu" if q.is_cpu else "cuda"
     if torch.is_autocast_enabled(device_type):
@@ -244,7 +269,7 @@ def _autocast(q: Tensor) -> torch.dtype | None:
     return None
 
 
-def _check_plain(
+def check_plain(
     softmax_scale: float | None,
     softcap: float,
     dropout_p: float,
@@ -268,7 +293,7 @@ def _check_plain(
     problem.check_layout(layout)
 
 
-def _check_modifiers(
+def check_modifiers(
     attn_bias: Tensor | None, sinks: Tensor | None, alibi_slopes: Tensor | None
 ) -> None:
     named = {"attn_bias": attn_bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
@@ -279,7 +304,7 @@ def _check_modifiers(
         raise ValueError("alibi_slopes requires a gradient, expected a constant: it has none")
 
 
-def _seed(device: torch.device) -> Tensor:
+def new_seed(device: torch.device) -> Tensor:
     """One int64 (1,) for the dropout mask, drawn where it is used."""
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 

@@ -11,7 +11,7 @@ are pure functions of their arguments, dropout included: its seed is one of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -40,6 +40,7 @@ _BACKWARD = (  # want: which of dq, dk, dv, dbias and dsinks
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # one that is not wanted: shape (0,)
+Operators = tuple[torch._ops.OpOverload, torch._ops.OpOverload]  # of both passes
 ALIGNMENT = 16  # bytes: kernels read rows in pieces of this size
 HEAD_DIM_STEP = 8  # kernels read head dims that are multiples of this
 TURN_ROWS = 128  # in a deterministic pass a block adds to this many rows in one turn
@@ -349,7 +350,7 @@ def _backward_cpu(*args: Any) -> Gradients:
 
 
 def _checked_on_cpu(operator: torch._ops.OpOverload, args: Sequence[Any]) -> dict[str, Any]:
-    named = _named(operator, args)
+    named = named_arguments(operator, args)
     launch = launch_of(*(named.get(name) for name in (*_TENSORS, *_FLAGS)))
     if named["softmax_scale"] is None:
         named["softmax_scale"] = launch.default_scale
@@ -362,7 +363,7 @@ _FLAGS = ("window_left", "window_right", "softcap", "dropout_p", "out_dtype", "d
 _WANT = ("want_dq", "want_dk", "want_dv", "want_dbias", "want_dsinks")
 
 
-def _named(operator: torch._ops.OpOverload, args: Sequence[Any]) -> dict[str, Any]:
+def named_arguments(operator: torch._ops.OpOverload, args: Sequence[Any]) -> dict[str, Any]:
     """All arguments by name; an operator drops those at the end that have their default."""
     schema = operator._schema.arguments
     given = {item.name: value for item, value in zip(schema, args, strict=False)}
@@ -373,7 +374,7 @@ def _named(operator: torch._ops.OpOverload, args: Sequence[Any]) -> dict[str, An
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    named = _named(forward, args)
+    named = named_arguments(forward, args)
     q, bhsd, out_dtype = named["q"], named["bhsd"], named["out_dtype"]
     B, Sq, _, Hq, _, _, Dv = _check_fake(named)
     check_out_dtype(q.dtype, out_dtype)
@@ -383,12 +384,17 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_fake(*args: Any) -> Gradients:
-    named = _named(backward, args)
+    named = named_arguments(backward, args)
     _check_fake(named)
     inputs = (named[name] for name in ("q", "k", "v", "attn_bias", "sinks"))
+    return empty_gradients(named["q"], inputs, named["want"])
+
+
+def empty_gradients(q: Tensor, inputs: Iterable[Tensor | None], want: Sequence[bool]) -> Gradients:
+    """Uninitialised gradients of q, k, v, attn_bias and sinks, those that are wanted."""
     dq, dk, dv, dbias, dsinks = (
-        x.new_empty(x.shape) if x is not None and wanted else _absent(named["q"])
-        for x, wanted in zip(inputs, named["want"], strict=True)
+        x.new_empty(x.shape) if x is not None and wanted else _absent(q)
+        for x, wanted in zip(inputs, want, strict=True)
     )
     return dq, dk, dv, dbias, dsinks
 
@@ -416,18 +422,27 @@ def _other_device(*args: Any) -> NoReturn:
     )
 
 
+def implement(
+    library: torch.library.Library,
+    name: str,
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Register all implementations of an operator that the library defines."""
+    library.impl(name, cpu, "CPU")
+    library.impl(name, cuda, "CUDA")
+    library.impl(name, _other_device, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash_ext::{name}", fake, lib=library)
+
+
 _library = torch.library.Library("flash_ext", "DEF")
 # As a whole a call with dropout is random, although its seed is an argument.
 _library.define(_FORWARD, tags=torch.Tag.nondeterministic_seeded)
 _library.define(_BACKWARD)
-for _name, _cpu, _cuda, _fake in (
-    ("forward", _forward_cpu, _forward_cuda, _forward_fake),
-    ("backward", _backward_cpu, _backward_cuda, _backward_fake),
-):
-    _library.impl(_name, _cpu, "CPU")
-    _library.impl(_name, _cuda, "CUDA")
-    _library.impl(_name, _other_device, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_ext::{_name}", _fake, lib=_library)
+implement(_library, "forward", _forward_cpu, _forward_cuda, _forward_fake)
+implement(_library, "backward", _backward_cpu, _backward_cuda, _backward_fake)
 
 forward = torch.ops.flash_ext.forward.default
 backward = torch.ops.flash_ext.backward.default
+OPERATORS: Operators = (forward, backward)

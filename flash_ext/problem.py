@@ -25,7 +25,10 @@ NO_WINDOW: WindowSize = (None, None)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Facts of one dense attention call, for both passes. No tensors, no tile sizes."""
+    """Facts of one attention call, for both passes. No tensors, no tile sizes.
+
+    With varlen, B is the number of sequences, and Sq and Sk count the packed rows of all of them.
+    """
 
     B: int
     Sq: int
@@ -39,16 +42,19 @@ class Problem:
     window: tuple[int, int]  # inclusive (left, right), -1 is no limit; causal is right = 0
     modifiers: tuple[str, ...]  # arguments that only kernels with all features serve
     deterministic: bool | None  # of the backward pass; None: forward only
+    varlen: bool = False
 
     def __str__(self) -> str:
         left, right = (None if limit < 0 else limit for limit in self.window)
         dtype = name_of(self.dtype)
         if self.out_dtype != self.dtype:
             dtype += f" with {name_of(self.out_dtype)} out"
+        batch = "" if self.varlen else f"{self.B}, "
         facts = [
-            f"q ({self.B}, {self.Sq}, {self.Hq}, {self.D})",
-            f"k ({self.B}, {self.Sk}, {self.Hk}, {self.D})",
-            f"v ({self.B}, {self.Sk}, {self.Hk}, {self.Dv})",
+            f"q ({batch}{self.Sq}, {self.Hq}, {self.D})",
+            f"k ({batch}{self.Sk}, {self.Hk}, {self.D})",
+            f"v ({batch}{self.Sk}, {self.Hk}, {self.Dv})",
+            *[f"{self.B} packed sequences"] * self.varlen,
             dtype,
             f"window ({left}, {right})",
             *self.modifiers,
@@ -184,7 +190,7 @@ def check_inputs(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    _check_dtypes(q, k, v, device_type, autocast)
+    check_dtypes(q, k, v, device_type, autocast)
     layout = LAYOUTS["bhsd" if bhsd else "bshd"]
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -215,10 +221,7 @@ def check_inputs(
         )
     if attn_bias is not None:
         _check_bias(attn_bias, q.device, (B, Hq, Sq, Sk))
-    if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q.device, B, Hq)
-    if sinks is not None:
-        _check_sinks(sinks, q.device, Hq)
+    check_head_modifiers(alibi_slopes, sinks, q.device, B, Hq)
     return B, Sq, Sk, Hq, Hk, D, Dv
 
 
@@ -227,7 +230,7 @@ def cast_dtype(dtype: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
     return dtype if autocast is None or dtype not in AUTOCAST_DTYPES else autocast
 
 
-def _check_dtypes(
+def check_dtypes(
     q: Tensor, k: Tensor, v: Tensor, device_type: str, autocast: torch.dtype | None
 ) -> None:
     allowed = CUDA_DTYPES if device_type == "cuda" else CPU_DTYPES
@@ -249,13 +252,17 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {x.device}, expected {device}, the device of q")
 
 
-def _check_bias(attn_bias: Tensor, device: torch.device, table: tuple[int, ...]) -> None:
+def check_bias_dtype(attn_bias: Tensor, device: torch.device) -> None:
     check_device("attn_bias", attn_bias, device)
     if attn_bias.dtype not in (*CPU_DTYPES, torch.bool):
         raise TypeError(
             f"attn_bias is {name_of(attn_bias.dtype)}, expected a floating dtype (added) or bool "
             "(True may attend)"
         )
+
+
+def _check_bias(attn_bias: Tensor, device: torch.device, table: tuple[int, ...]) -> None:
+    check_bias_dtype(attn_bias, device)
     rank = attn_bias.dim()
     sizes = zip(attn_bias.shape, table[max(4 - rank, 0) :], strict=False)
     if rank > 4 or any(size != 1 and size != full for size, full in sizes):
@@ -263,6 +270,16 @@ def _check_bias(attn_bias: Tensor, device: torch.device, table: tuple[int, ...])
             f"attn_bias has shape {shape_of(attn_bias)}, expected one that broadcasts to "
             f"(B, Hq, Sq, Sk) = {table}"
         )
+
+
+def check_head_modifiers(
+    alibi_slopes: Tensor | None, sinks: Tensor | None, device: torch.device, B: int, Hq: int
+) -> None:
+    """The modifiers with a number for each query head."""
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, device, B, Hq)
+    if sinks is not None:
+        _check_sinks(sinks, device, Hq)
 
 
 def _check_slopes(alibi_slopes: Tensor, device: torch.device, B: int, Hq: int) -> None:
@@ -311,17 +328,24 @@ def of_tensors(
     )
     dtype = cast_dtype(q.dtype, autocast)
     check_out_dtype(dtype, out_dtype)
+    return Problem(
+        *sizes,
+        dtype=dtype,
+        out_dtype=out_dtype or dtype,
+        window=(window_left, window_right),
+        modifiers=modifiers_of(softcap, alibi_slopes, attn_bias, dropout_p),
+        deterministic=deterministic,
+    )
+
+
+def modifiers_of(
+    softcap: float, alibi_slopes: Tensor | None, attn_bias: Tensor | None, dropout_p: float
+) -> tuple[str, ...]:
+    """Names of the arguments given that only kernels with all features serve."""
     asked = {
         "softcap": softcap > 0,
         "alibi_slopes": alibi_slopes is not None,
         "attn_bias": attn_bias is not None,
         "dropout_p": dropout_p > 0,
     }
-    return Problem(
-        *sizes,
-        dtype=dtype,
-        out_dtype=out_dtype or dtype,
-        window=(window_left, window_right),
-        modifiers=tuple(name for name, present in asked.items() if present),
-        deterministic=deterministic,
-    )
+    return tuple(name for name, present in asked.items() if present)

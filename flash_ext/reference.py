@@ -52,6 +52,7 @@ def forward(
     dropout_p: float = 0.0,
     out_dtype: torch.dtype | None = None,
     bhsd: bool = False,
+    first_batch: int = 0,
     block_m: int | None = None,
     block_n: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -70,13 +71,14 @@ def forward(
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         dropout_p: share of probabilities dropped, in [0, 1).
         out_dtype: dtype of out, q's by default.
+        first_batch: number of the first batch entry in the dropout mask.
         block_m, block_n: queries and keys of a tile; they change results by rounding only.
 
     Returns:
         out (B, Sq, Hq, Dv) contiguous (with bhsd its transposed view) and lse (B, Hq, Sq), natural
         log, fp32 (fp64 for fp64 inputs). A row that sees no key has out 0 and lse -inf (its sink).
     """
-    tiling = Tiling.of(q, k, bhsd)
+    tiling = Tiling.of(q, k, bhsd, first_batch)
     block_m = block_m or block_size(tiling.seqlen_q, BLOCK_M)
     block_n = block_n or block_size(tiling.seqlen_k, BLOCK_N)
     score = Scores.of(tiling, window_left, window_right, softcap, alibi_slopes, attn_bias)
@@ -147,6 +149,7 @@ def backward(
     dropout_p: float = 0.0,
     deterministic: bool = True,
     bhsd: bool = False,
+    first_batch: int = 0,
     want_dq: bool = True,
     want_dk: bool = True,
     want_dv: bool = True,
@@ -169,7 +172,7 @@ def backward(
         dq, dk, dv, dbias, dsinks: contiguous, each in shape and dtype of its input; a gradient not
         wanted is an empty tensor of shape (0,). A row that sees no key adds nothing to any.
     """
-    tiling = Tiling.of(q, k, bhsd)
+    tiling = Tiling.of(q, k, bhsd, first_batch)
     block_m = block_m or block_size(tiling.seqlen_q, BLOCK_M)
     block_n = block_n or block_size(tiling.seqlen_k, BLOCK_N)
     score = Scores.of(tiling, window_left, window_right, softcap, alibi_slopes, attn_bias)

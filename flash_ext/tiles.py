@@ -46,11 +46,12 @@ class Tiling:
     heads_k: int
     group: int  # G query heads per key head
     bhsd: bool
+    first_batch: int  # number of the first batch entry, for the dropout mask
     dtype: torch.dtype  # of the computation: fp64 for fp64 inputs, else fp32
     device: torch.device
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, bhsd: bool) -> Tiling:
+    def of(cls, q: Tensor, k: Tensor, bhsd: bool, first_batch: int = 0) -> Tiling:
         """From q (B, Sq, Hq, D) and k (B, Sk, Hk, D), or heads first with bhsd."""
         head, seq = (1, 2) if bhsd else (2, 1)
         heads_q, heads_k = q.shape[head], k.shape[head]
@@ -62,6 +63,7 @@ class Tiling:
             heads_k=heads_k,
             group=heads_q // heads_k if heads_k else 1,
             bhsd=bhsd,
+            first_batch=first_batch,
             dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
             device=q.device,
         )
@@ -103,7 +105,8 @@ class Tiling:
         """0 for dropped entries of a tile, 1 / (1 - p) for kept ones: (B, Hk, G * M, N)."""
         if seed is None:
             raise ValueError(f"seed is None, but dropout_p is {dropout_p}: a seed is needed")
-        batch_heads = slice(batch.start * self.heads_q, batch.stop * self.heads_q)
+        first, last = self.first_batch + batch.start, self.first_batch + batch.stop
+        batch_heads = slice(first * self.heads_q, last * self.heads_q)
         keep = keep_mask(seed, batch_heads, rows, cols, dropout_p).to(self.dtype)
         shape = (batch.stop - batch.start, self.heads_k, self.group * keep.shape[1], keep.shape[2])
         return keep.mul_(keep_scale(dropout_p)).view(shape)
