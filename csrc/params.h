@@ -8,7 +8,7 @@
 
 namespace flash_ext {
 
-enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kInt32 };
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kInt32, kInt64, kBool };
 
 // A tensor read as (batch, sequence, head, dim), whatever the order of its memory.
 // The dim stride is 1. A stride may be 0 (expanded input).
@@ -17,6 +17,17 @@ struct View {
   int64_t batch_stride;
   int64_t seq_stride;
   int64_t head_stride;
+};
+
+// A tensor read as the table of scores, (B, Hq, Sq, Sk). A stride is 0 where the tensor has one
+// element for the whole dim.
+struct TableView {
+  void* data;  // null when the tensor is absent
+  DType dtype;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t key_stride;
 };
 
 // Sequences are shorter than this, so that positions and their differences fit 32 bits.
@@ -44,6 +55,25 @@ struct Window {
   int64_t right;
 };
 
+// What kernels with all features do to scores and probabilities, in this order, beyond masks.
+struct Modifiers {
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: off
+
+  // (B, Hq), or (Hq,) with batch stride 0; null: off. Subtracts slope * |i + Sk - Sq - j|.
+  const float* alibi_slopes;
+  int64_t alibi_batch_stride;
+
+  // Null: none. kFloat16, kBFloat16, kFloat32: added, -inf masks. kBool: true may attend.
+  TableView bias;
+  bool bias_in_pairs;  // keys 2n and 2n + 1 of a row lie where one load can fetch both
+
+  // Probabilities whose 16-bit random value is below the threshold are dropped (core/dropout.h) and
+  // the others multiplied by keep_scale. 0 and 1: off.
+  uint32_t drop_threshold;
+  float keep_scale;
+  const int64_t* seed;  // one element
+};
+
 struct ForwardParams {
   Shape shape;
   Window window;
@@ -59,6 +89,8 @@ struct ForwardParams {
   // (B, Hq, Sq) contiguous, natural log; -inf where a row sees no key. Null: nobody needs it.
   float* lse;
   const float* sinks;  // (Hq,) or null: exp(sink) joins the softmax denominator
+
+  Modifiers modifiers;  // lean kernels do not look at them
 };
 
 struct BackwardParams {
@@ -95,6 +127,13 @@ struct BackwardParams {
   View dq;  // (B, Sq, Hq, D), data may be null
   View dk;  // (B, Sk, Hk, D), data may be null
   View dv;  // (B, Sk, Hk, Dv), data may be null
+
+  Modifiers modifiers;  // lean kernels do not look at them
+
+  // Gradient of an added bias, zero at the start; data may be null. Where the bias is broadcast it is
+  // kFloat32 and thread blocks add to it, else each element is written once.
+  TableView dbias;
+  bool dbias_is_sum;
 };
 
 }  // namespace flash_ext

@@ -16,15 +16,23 @@
 //
 // Where blocks are too few for the GPU, `splits` of them share the query heads of a group: each
 // walks over its own and adds dK and dV to fp32 workspaces.
+//
+// With all features scores are modified as in the forward pass. Dropped elements of Pᵀ carry a minus
+// sign: they count for dSᵀ and not for dV. The gradient of the bias is dSᵀ before the derivative of
+// the soft cap.
 #pragma once
 
+#include "core/bias.h"
+#include "core/dropout.h"
 #include "core/epilogue.h"
 #include "core/finite.h"
 #include "core/gemm.h"
 #include "core/gradient_workspace.h"
 #include "core/mask.h"
 #include "core/scheduler.h"
+#include "core/score.h"
 #include "core/softmax.h"
+#include "core/table.h"
 #include "core/tile_copy.h"
 #include "core/turns.h"
 #include "params.h"
@@ -95,8 +103,9 @@ __device__ __forceinline__ void multiply_slice(float (&acc)[kM][kN][4], const ch
   const int lane = threadIdx.x % kWarpSize;
   const int slice_key = slice_of_warp<Config>() * Config::kSliceKeys;
   clear(acc);
-  gemm_rows_rows<typename Config::Element, Config::kHeadDim / 16,
-                 kBackwardUnroll<Config::kHeadDim>>(
+  constexpr int kUnroll = Config::kFull ? kFullBackwardUnroll<Config::kHeadDim>
+                                        : kBackwardUnroll<Config::kHeadDim>;
+  gemm_rows_rows<typename Config::Element, Config::kHeadDim / 16, kUnroll>(
       acc,
       lane_offsets<KTile, RowFirst>(ptx::shared_address(keys) + slice_key * KTile::kRowBytes, lane),
       lane_offsets<typename Config::QTile, ChunkFirst>(ptx::shared_address(queries), lane));
@@ -115,12 +124,39 @@ __device__ __forceinline__ void zero_masked_slice(float (&acc)[kM][kN][4],
               tile * Config::kBlockM + lane % 4 * 2);
 }
 
+// Where this lane's first element of a tile's Sᵀ lies; `head` is in the flat order (batch, head).
+template <typename Config>
+__device__ __forceinline__ TablePlace table_place(const BackwardParams& params,
+                                                  const typename Config::SharedStorage& smem,
+                                                  int64_t head, int tile) {
+  const BackwardPlace<Config> place(smem);
+  const int lane = threadIdx.x % kWarpSize;
+  return {place.at.batch, static_cast<int>(head - place.at.batch * params.shape.heads_q),
+          tile * Config::kBlockM + lane % 4 * 2,
+          place.first_key + slice_of_warp<Config>() * Config::kSliceKeys + lane / 4};
+}
+
+// P of a score and what it subtracts, both in units of log2(e): 0 where a bias masks, never above 1
+// by rounding, which is coarse for the lowest finite biases.
+__device__ __forceinline__ float probability(float score, float subtract) {
+  const float exponent = score - subtract;
+  return score == -INFINITY ? 0.f : ptx::exp2_approx(exponent > 0.f ? 0.f : exponent);
+}
+
+// The gradient of a score: P's sign tells whether it is dropped.
+__device__ __forceinline__ float score_gradient(float p, float dp, float delta, float keep_scale,
+                                                bool hides) {
+  if (hides && p == 0.f) return 0.f;  // dp may be NaN there
+  return fabsf(p) * fmaf(dp, __float_as_int(p) < 0 ? 0.f : keep_scale, -delta);
+}
+
 // One tile of query rows, the even or odd one of the walk: adds this warp's share to `gradients`
-// (16 kM keys, 8 kD), dV and then dK by role, and puts dSᵀ into smem.ds[parity].
+// (16 kM keys, 8 kD), dV and then dK by role, and puts dSᵀ into smem.ds[parity]. `head` is counted in
+// the flat order (batch, head).
 template <typename Config, Role kRole, int kGradients, int kM, int kD>
 __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
-                                               typename Config::SharedStorage& smem, int tile,
-                                               int parity, bool masked,
+                                               typename Config::SharedStorage& smem,
+                                               int64_t head, int tile, int parity, bool masked,
                                                float (&gradients)[kGradients][kM][kD][4]) {
   using T = typename Config::Element;
   using QTile = typename Config::QTile;
@@ -140,8 +176,27 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
   if constexpr (kValues) multiply_slice<Config>(s, smem.k, q);
   if constexpr (kKeys) multiply_slice<Config>(ds, smem.v, dout);
 
-  uint32_t p[kM][kN / 2][4];  // Pᵀ = exp2(Sᵀ - lse) as A fragments
-  if constexpr (kValues) {
+  uint32_t p[kM][kN / 2][4];          // Pᵀ = exp2(Sᵀ - lse) as A fragments
+  uint32_t cap_slopes[kM][kN / 2][4];  // the derivative of the soft cap, likewise
+  const Modifiers& modifiers = params.modifiers;
+  if constexpr (kValues && Config::kFull) {
+    cap_scores<T>(s, cap_slopes, modifiers.softcap, params.softmax_scale);
+    const TablePlace at = table_place<Config>(params, smem, head, tile);
+    add_biases<Axes::kKeysDown>(s, modifiers, params.shape, at);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + column]);
+      const float subtract[2] = {softmax_exponent(lse.x), softmax_exponent(lse.y)};
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = probability(s[m][n][i], subtract[i % 2]);
+    }
+    if (masked) zero_masked_slice<Config>(s, params, smem, tile);
+    if (modifiers.drop_threshold != 0)
+      Dropout(modifiers, head, lane).mark_transposed(s, at.row - column, at.key - lane / 4);
+    to_operand<T>(p, s);
+  } else if constexpr (kValues) {
     const float units = params.softmax_scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -165,6 +220,16 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
 #pragma unroll
       for (int k = 0; k < kN / 2; ++k)
         exchange[m * kN / 2 + k][lane] = {p[m][k][0], p[m][k][1], p[m][k][2], p[m][k][3]};
+    if (Config::kFull && modifiers.softcap > 0.f) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int k = 0; k < kN / 2; ++k) {
+          const auto& slope = cap_slopes[m][k];
+          exchange[Config::kSliceBlocks + m * kN / 2 + k][lane] = {slope[0], slope[1], slope[2],
+                                                                   slope[3]};
+        }
+    }
     ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(slice));
   }
   if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(pair_barrier(slice));
@@ -181,6 +246,15 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
         else
           words = reinterpret_cast<const uint2*>(&exchange[m * kN / 2 + n / 2][lane])[n % 2];
         const float2 top = Element<T>::unpack(words.x), bottom = Element<T>::unpack(words.y);
+        if constexpr (Config::kFull) {
+          const bool hides = modifiers.bias.data != nullptr;
+          const float keep = modifiers.keep_scale;
+          ds[m][n][0] = score_gradient(top.x, ds[m][n][0], delta.x, keep, hides);
+          ds[m][n][1] = score_gradient(top.y, ds[m][n][1], delta.y, keep, hides);
+          ds[m][n][2] = score_gradient(bottom.x, ds[m][n][2], delta.x, keep, hides);
+          ds[m][n][3] = score_gradient(bottom.y, ds[m][n][3], delta.y, keep, hides);
+          continue;
+        }
         ds[m][n][0] = top.x * (ds[m][n][0] - delta.x);
         ds[m][n][1] = top.y * (ds[m][n][1] - delta.y);
         ds[m][n][2] = bottom.x * (ds[m][n][2] - delta.x);
@@ -188,6 +262,33 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
       }
     }
     if (masked) zero_masked_slice<Config>(ds, params, smem, tile);
+    if constexpr (Config::kFull) {
+      if (params.dbias.data != nullptr) {
+        const TablePlace at = table_place<Config>(params, smem, head, tile);
+        if (params.dbias_is_sum)
+          add_bias_gradient(ds, params.dbias, params.shape, at, lane);
+        else
+          store_bias_gradient(ds, params.dbias, params.shape, at);
+      }
+      if (modifiers.softcap > 0.f) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            uint2 words;
+            if constexpr (kValues)
+              words = {cap_slopes[m][n / 2][n % 2 * 2], cap_slopes[m][n / 2][n % 2 * 2 + 1]};
+            else
+              words = reinterpret_cast<const uint2*>(
+                  &exchange[Config::kSliceBlocks + m * kN / 2 + n / 2][lane])[n % 2];
+            const float2 top = Element<T>::unpack(words.x), bottom = Element<T>::unpack(words.y);
+            ds[m][n][0] *= top.x;
+            ds[m][n][1] *= top.y;
+            ds[m][n][2] *= bottom.x;
+            ds[m][n][3] *= bottom.y;
+          }
+      }
+    }
   }
 
   uint32_t operand[kM][kN / 2][4];
@@ -196,6 +297,7 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
     stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), operand,
                                            slice * Config::kSliceKeys, lane);
   }
+  if (Config::kFull && kValues && modifiers.drop_threshold != 0) drop_marked(p);
   if constexpr (kValues)  // dV += Pᵀ dO
     gemm_registers_columns<T>(gradients[0], p,
                               lane_offsets<QTile, RowFirst>(ptx::shared_address(dout), lane));
@@ -372,13 +474,16 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
 
     if constexpr (Config::kSliceWarps == 1) {
       add_previous_dq(step);
-      add_query_tile<Config, Role::kBoth>(params, smem, at.tile, parity, masked, gradients);
+      add_query_tile<Config, Role::kBoth>(params, smem, at.head, at.tile, parity, masked,
+                                                gradients);
     } else if (first_half) {
-      add_query_tile<Config, Role::kValues>(params, smem, at.tile, parity, masked, gradients);
+      add_query_tile<Config, Role::kValues>(params, smem, at.head, at.tile, parity, masked,
+                                                gradients);
       add_previous_dq(step);
     } else {  // waits for Pᵀ: dQ first
       add_previous_dq(step);
-      add_query_tile<Config, Role::kKeys>(params, smem, at.tile, parity, masked, gradients);
+      add_query_tile<Config, Role::kKeys>(params, smem, at.head, at.tile, parity, masked,
+                                                gradients);
     }
     if (Config::kStages == 1 && step + 1 < steps) {
       __syncthreads();  // the only stage is read
@@ -464,6 +569,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   // dV and dK (keys of a slice, D), or one of them
   Accumulator<Config::kSliceKeys / 16, Config::kHeadDim / 8> gradients[Config::kGradients];
   accumulate<Config>(params, smem, gradients);
+  if (Config::kFull) {
+    if (Config::kSliceWarps == 1 || in_first_half<Config>())
+      scale(gradients[0], params.modifiers.keep_scale);
+  }
   if (Config::kSliceWarps == 1 || in_first_half<Config>())
     write_gradient<Config>(params.dv, params.dv_accum, shape, smem, smem.v, shape.head_dim_v,
                            gradients[0]);
