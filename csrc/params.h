@@ -77,13 +77,13 @@ struct Modifiers {
 struct ForwardParams {
   Shape shape;
   Window window;
-  DType dtype;          // of q, k, v
-  DType out_dtype;      // dtype, or kFloat32 for partial results fit to be merged
+  DType dtype;  // of q, k, v
+  DType out_dtype;  // dtype, or kFloat32 for partial results fit to be merged
   float softmax_scale;  // any sign
 
-  View q;    // (B, Sq, Hq, D)
-  View k;    // (B, Sk, Hk, D)
-  View v;    // (B, Sk, Hk, Dv)
+  View q;  // (B, Sq, Hq, D)
+  View k;  // (B, Sk, Hk, D)
+  View v;  // (B, Sk, Hk, Dv)
   View out;  // (B, Sq, Hq, Dv)
 
   // (B, Hq, Sq) contiguous, natural log; -inf where a row sees no key. Null: nobody needs it.
@@ -99,16 +99,16 @@ struct BackwardParams {
   DType dtype;  // of every 16-bit tensor below
   float softmax_scale;
 
-  View q;     // (B, Sq, Hq, D)
-  View k;     // (B, Sk, Hk, D)
-  View v;     // (B, Sk, Hk, Dv)
-  View out;   // (B, Sq, Hq, Dv)
+  View q;  // (B, Sq, Hq, D)
+  View k;  // (B, Sk, Hk, D)
+  View v;  // (B, Sk, Hk, Dv)
+  View out;  // (B, Sq, Hq, Dv)
   View dout;  // (B, Sq, Hq, Dv)
 
-  const float* lse;   // (B, Hq, Sq) contiguous, of the forward pass
+  const float* lse;  // (B, Hq, Sq) contiguous, of the forward pass
   const float* dlse;  // (B, Hq, Sq) contiguous or null: gradient that arrived at lse
 
-  float* delta;     // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
+  float* delta;  // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
   float* dq_accum;  // (B, Hq, Sq, D rounded up to 16) workspace, zeroed by the kernels; null when
                     // dq is absent
 
@@ -130,8 +130,8 @@ struct BackwardParams {
 
   Modifiers modifiers;  // lean kernels do not look at them
 
-  // Gradient of an added bias, zero at the start; data may be null. Where the bias is broadcast it is
-  // kFloat32 and thread blocks add to it, else each element is written once.
+  // Gradient of an added bias, zero at the start; data may be null. Where the bias is broadcast it
+  // is kFloat32 and thread blocks add to it, else each element is written once.
   TableView dbias;
   bool dbias_is_sum;
 };

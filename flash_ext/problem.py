@@ -39,6 +39,12 @@ class Problem:
     window: tuple[int, int]  # inclusive (left, right), -1 is no limit; causal is right = 0
     modifiers: tuple[str, ...]  # arguments that only kernels with all features serve
     deterministic: bool | None  # of the backward pass; None: forward only
+    sums_dbias: bool = False  # the backward pass adds up the gradient of a broadcast attn_bias
+
+    @property
+    def table(self) -> tuple[int, int, int, int]:
+        """Shape of the table of scores."""
+        return self.B, self.Hq, self.Sq, self.Sk
 
     def __str__(self) -> str:
         left, right = (None if limit < 0 else limit for limit in self.window)
@@ -265,6 +271,13 @@ def _check_bias(attn_bias: Tensor, device: torch.device, table: tuple[int, ...])
         )
 
 
+def is_broadcast(attn_bias: Tensor, table: tuple[int, ...]) -> bool:
+    """Whether an element of a checked bias is added to more than one score."""
+    return tuple(attn_bias.shape) != table[4 - attn_bias.dim() :] or any(
+        size != 1 for size in table[: 4 - attn_bias.dim()]
+    )
+
+
 def _check_slopes(alibi_slopes: Tensor, device: torch.device, B: int, Hq: int) -> None:
     check_device("alibi_slopes", alibi_slopes, device)
     if alibi_slopes.dtype != torch.float32:
@@ -311,6 +324,8 @@ def of_tensors(
     )
     dtype = cast_dtype(q.dtype, autocast)
     check_out_dtype(dtype, out_dtype)
+    B, Sq, Sk, Hq, *_ = sizes
+    table = (B, Hq, Sq, Sk)
     asked = {
         "softcap": softcap > 0,
         "alibi_slopes": alibi_slopes is not None,
@@ -324,4 +339,7 @@ def of_tensors(
         window=(window_left, window_right),
         modifiers=tuple(name for name, present in asked.items() if present),
         deterministic=deterministic,
+        sums_dbias=(
+            attn_bias is not None and attn_bias.requires_grad and is_broadcast(attn_bias, table)
+        ),
     )

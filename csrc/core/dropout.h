@@ -40,10 +40,10 @@ class Dropout {
   // Calls `use(e, dropped)` for this lane's eight values of a block.
   template <typename Use>
   __device__ __forceinline__ void for_each(int block_row, int block_col, Use use) const {
-    const uint4 words = philox4x32({static_cast<uint32_t>(block_col),
-                                    static_cast<uint32_t>(block_row), head_,
-                                    static_cast<uint32_t>(lane_)},
-                                   key_);
+    const uint4 words =
+        philox4x32({static_cast<uint32_t>(block_col), static_cast<uint32_t>(block_row), head_,
+                    static_cast<uint32_t>(lane_)},
+                   key_);
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int e = 0; e < 8; ++e) use(e, (e % 2 == 0 ? word[e / 2] << 16 : word[e / 2]) < threshold_);
@@ -64,8 +64,8 @@ class Dropout {
 
   // Gives dropped probabilities (16 kM keys, 8 kN queries) a minus sign. Another lane draws the
   // values of a lane's elements, since these are transposed: of the element (key c, query r) of a
-  // block, c = l / 4 + 8 h and r = 2 (l % 4) + j + 8 (n % 2), it is lane 8 (l % 4) + 4 j + l / 8, and
-  // the value is e = 4 h + 2 (n % 2) + l / 4 % 2.
+  // block, c = l / 4 + 8 h and r = 2 (l % 4) + j + 8 (n % 2), it is lane 8 (l % 4) + 4 j + l / 8,
+  // and the value is e = 4 h + 2 (n % 2) + l / 4 % 2.
   template <int kM, int kN>
   __device__ __forceinline__ void mark_transposed(float (&p)[kM][kN][4], int row, int key) const {
     constexpr int kBlocks = kM * kN / 2;

@@ -66,8 +66,8 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kM][kN][4],
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        slopes[m][n / 2][n % 2 * 2 + h] = Element<T>::pack(slope(scores[m][n][2 * h]),
-                                                           slope(scores[m][n][2 * h + 1]));
+        slopes[m][n / 2][n % 2 * 2 + h] =
+            Element<T>::pack(slope(scores[m][n][2 * h]), slope(scores[m][n][2 * h + 1]));
 }
 
 // ALiBi (Press et al. 2021) and the bias.

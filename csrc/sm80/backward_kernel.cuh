@@ -17,9 +17,9 @@
 // Where blocks are too few for the GPU, `splits` of them share the query heads of a group: each
 // walks over its own and adds dK and dV to fp32 workspaces.
 //
-// With all features scores are modified as in the forward pass. Dropped elements of Pᵀ carry a minus
-// sign: they count for dSᵀ and not for dV. The gradient of the bias is dSᵀ before the derivative of
-// the soft cap.
+// With all features scores are modified as in the forward pass. Dropped elements of Pᵀ carry a
+// minus sign: they count for dSᵀ and not for dV. The gradient of the bias is dSᵀ before the
+// derivative of the soft cap.
 #pragma once
 
 #include "core/bias.h"
@@ -103,8 +103,8 @@ __device__ __forceinline__ void multiply_slice(float (&acc)[kM][kN][4], const ch
   const int lane = threadIdx.x % kWarpSize;
   const int slice_key = slice_of_warp<Config>() * Config::kSliceKeys;
   clear(acc);
-  constexpr int kUnroll = Config::kFull ? kFullBackwardUnroll<Config::kHeadDim>
-                                        : kBackwardUnroll<Config::kHeadDim>;
+  constexpr int kUnroll =
+      Config::kFull ? kFullBackwardUnroll<Config::kHeadDim> : kBackwardUnroll<Config::kHeadDim>;
   gemm_rows_rows<typename Config::Element, Config::kHeadDim / 16, kUnroll>(
       acc,
       lane_offsets<KTile, RowFirst>(ptx::shared_address(keys) + slice_key * KTile::kRowBytes, lane),
@@ -151,12 +151,12 @@ __device__ __forceinline__ float score_gradient(float p, float dp, float delta, 
 }
 
 // One tile of query rows, the even or odd one of the walk: adds this warp's share to `gradients`
-// (16 kM keys, 8 kD), dV and then dK by role, and puts dSᵀ into smem.ds[parity]. `head` is counted in
-// the flat order (batch, head).
+// (16 kM keys, 8 kD), dV and then dK by role, and puts dSᵀ into smem.ds[parity]. `head` is counted
+// in the flat order (batch, head).
 template <typename Config, Role kRole, int kGradients, int kM, int kD>
 __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
-                                               typename Config::SharedStorage& smem,
-                                               int64_t head, int tile, int parity, bool masked,
+                                               typename Config::SharedStorage& smem, int64_t head,
+                                               int tile, int parity, bool masked,
                                                float (&gradients)[kGradients][kM][kD][4]) {
   using T = typename Config::Element;
   using QTile = typename Config::QTile;
@@ -475,15 +475,15 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     if constexpr (Config::kSliceWarps == 1) {
       add_previous_dq(step);
       add_query_tile<Config, Role::kBoth>(params, smem, at.head, at.tile, parity, masked,
-                                                gradients);
+                                          gradients);
     } else if (first_half) {
       add_query_tile<Config, Role::kValues>(params, smem, at.head, at.tile, parity, masked,
-                                                gradients);
+                                            gradients);
       add_previous_dq(step);
     } else {  // waits for Pᵀ: dQ first
       add_previous_dq(step);
       add_query_tile<Config, Role::kKeys>(params, smem, at.head, at.tile, parity, masked,
-                                                gradients);
+                                          gradients);
     }
     if (Config::kStages == 1 && step + 1 < steps) {
       __syncthreads();  // the only stage is read

@@ -49,7 +49,7 @@ constexpr int kBackwardUnroll = kHeadDim == 64    ? 2
 constexpr int kBackwardUnroll = kHeadDim == 128 ? 2 : kHeadDim / 16;
 #endif
 template <int kHeadDim>
-constexpr int kFullBackwardUnroll = kHeadDim >= 128 ? 2 : kHeadDim / 16;
+constexpr int kFullBackwardUnroll = kHeadDim > 64 ? 2 : kHeadDim / 16;
 template <typename Config>
 constexpr int kDqUnroll = Config::kHeadDim == 256 ? 1 : Config::kBlockN / 16;
 
@@ -132,7 +132,8 @@ struct TileList {};
 // Registers decide the shape: a forward warp of 32 rows holds 32 x D of O and 32 x kBlockN of S, so
 // that beyond D 128 it owns 16 rows; a backward warp holds kSliceKeys x D of dK or dV,
 // or both, and kSliceKeys x kBlockM of S or dP. Shared memory decides what follows the first tile:
-// 163 KiB on 8.0, 99 KiB on 8.6, 8.9 and 12.x. Modifiers take registers too: their tiles are smaller.
+// 163 KiB on 8.0, 99 KiB on 8.6, 8.9 and 12.x. Modifiers take registers too: their tiles are
+// smaller.
 template <typename T, int kHeadDim>
 struct Tiles;
 
@@ -149,7 +150,7 @@ struct Tiles<T, 64> {
   using Forward = TileList<ForwardConfig<T, 64, 128, 96, 4, 2>>;
   using Backward = TileList<BackwardConfig<T, 64, 32, 128, 32, 1, 2>>;
   using FullForward = TileList<FullForwardConfig<T, 64, 128, 64, 4>>;
-  using FullBackward = TileList<FullBackwardConfig<T, 64, 64, 128, 16, 1, 1>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 64, 32, 128, 32, 2, 1>>;
 };
 
 template <typename T>
@@ -157,8 +158,8 @@ struct Tiles<T, 96> {
   using Forward = TileList<ForwardConfig<T, 96, 128, 64, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 96, 64, 128, 32, 2, 1>, BackwardConfig<T, 96, 64, 64, 32, 2, 2>>;
-  using FullForward = TileList<FullForwardConfig<T, 96, 128, 48, 8>>;
-  using FullBackward = TileList<FullBackwardConfig<T, 96, 32, 64, 16, 1, 1>>;
+  using FullForward = TileList<FullForwardConfig<T, 96, 128, 64, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 96, 32, 64, 32, 2, 1>>;
 };
 
 template <typename T>
@@ -166,8 +167,9 @@ struct Tiles<T, 128> {
   using Forward = TileList<ForwardConfig<T, 128, 128, 64, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 128, 64, 128, 32, 2, 1>, BackwardConfig<T, 128, 32, 64, 32, 2, 1>>;
-  using FullForward = TileList<FullForwardConfig<T, 128, 128, 64, 8>>;
-  using FullBackward = TileList<FullBackwardConfig<T, 128, 32, 64, 16, 1, 1>>;
+  using FullForward = TileList<FullForwardConfig<T, 128, 128, 48, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 128, 32, 128, 32, 2, 1>,
+                                FullBackwardConfig<T, 128, 32, 64, 32, 2, 1>>;
 };
 
 template <typename T>
@@ -177,8 +179,10 @@ struct Tiles<T, 192> {
                ForwardConfig<T, 192, 64, 32, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 192, 64, 64, 16, 2, 1>, BackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
-  using FullForward = TileList<FullForwardConfig<T, 192, 128, 64, 8>, FullForwardConfig<T, 192, 64, 32, 4>>;
-  using FullBackward = TileList<FullBackwardConfig<T, 192, 64, 64, 16, 2, 1>, FullBackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
+  using FullForward =
+      TileList<FullForwardConfig<T, 192, 128, 64, 8>, FullForwardConfig<T, 192, 64, 32, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 192, 64, 64, 16, 2, 1>,
+                                FullBackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
 };
 
 template <typename T>
@@ -189,8 +193,10 @@ struct Tiles<T, 256> {
   using Backward =
       TileList<BackwardConfig<T, 256, 64, 64, 16, 2, 1>, BackwardConfig<T, 256, 32, 64, 16, 2, 1>,
                BackwardConfig<T, 256, 32, 32, 16, 2, 1, 1>>;
-  using FullForward = TileList<FullForwardConfig<T, 256, 128, 48, 8>, FullForwardConfig<T, 256, 64, 32, 4>>;
-  using FullBackward = TileList<FullBackwardConfig<T, 256, 64, 64, 16, 2, 1>, FullBackwardConfig<T, 256, 32, 32, 16, 2, 1, 1>>;
+  using FullForward =
+      TileList<FullForwardConfig<T, 256, 128, 48, 8>, FullForwardConfig<T, 256, 64, 32, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 256, 64, 64, 16, 2, 1>,
+                                FullBackwardConfig<T, 256, 32, 32, 16, 2, 1, 1>>;
 };
 
 }  // namespace flash_ext::sm80

@@ -7,8 +7,8 @@
 //       O += P V                                       (tensor cores, P from registers)
 //   O / l, lse
 //
-// With all features S goes through the soft cap, ALiBi and the bias before the softmax, and P through
-// dropout after it (core/score.h, core/dropout.h).
+// With all features S goes through the soft cap, ALiBi and the bias before the softmax, and P
+// through dropout after it (core/score.h, core/dropout.h).
 #pragma once
 
 #include "core/bias.h"
