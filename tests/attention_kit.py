@@ -1,8 +1,4 @@
-"""What the tests of attention share: a call with gradients, the rule on its results, and skips.
-
-A case that needs a modifier which the CUDA kernels of a build do not serve is skipped there with
-the reasons that `explain` gives. Everything else has to be served: there, a refusal is a failure.
-"""
+"""What the tests of attention share: a call with gradients, and the rule on its results."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -22,8 +17,6 @@ T = TypeVar("T")
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "attn_bias", "dsinks": "sinks"}
 torch.set_num_threads(1)  # many small tensors: threads cost more than they bring
 
-SERVED_HEAD_DIM = 256  # what every CUDA build with all head dims serves
-
 
 @dataclass
 class Outcome:
@@ -32,25 +25,6 @@ class Outcome:
     out: Tensor
     lse: Tensor
     gradients: dict[str, Tensor]
-
-
-def is_lean(inputs: Inputs) -> bool:
-    """Whether a call asks for nothing beyond what every CUDA build serves."""
-    modifiers = (inputs.attn_bias, inputs.alibi_slopes, inputs.softcap, inputs.dropout_p)
-    widest = max(inputs.q.shape[-1], inputs.v.shape[-1])
-    return modifiers == (None, None, 0.0, 0.0) and widest <= SERVED_HEAD_DIM
-
-
-def require_served(inputs: Inputs, deterministic: bool = False) -> None:
-    """Skip a call that this CUDA build does not serve, if it may refuse it."""
-    if inputs.q.is_cpu:
-        return
-    plan = flash_ext.explain(
-        inputs.q, inputs.k, inputs.v, deterministic=deterministic, **inputs.public()
-    )
-    refused = [choice for choice in (plan.forward, plan.backward) if choice.family is None]
-    if refused and (deterministic or not is_lean(inputs)):
-        pytest.skip(f"not served: {refused[0].reason}")
 
 
 def attend(inputs: Inputs, **arguments: object) -> tuple[Tensor, Tensor]:
@@ -104,7 +78,6 @@ def hold(inputs: Inputs, found: Outcome) -> dict[str, float]:
 def run_and_hold(case: Case, device: torch.device) -> tuple[Inputs, Outcome]:
     """Run a case over poisoned memory and hold its results against the rule."""
     inputs = make_inputs(case, device)
-    require_served(inputs)
     poison_allocator(device)
     found = run(inputs)
     hold(inputs, found)

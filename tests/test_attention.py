@@ -137,7 +137,7 @@ def test_features(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", BY_MODIFIER, ids=str)
 def test_modifiers(case: Case, device: torch.device) -> None:
-    """Softcap, ALiBi, bias and dropout: on CUDA where the build serves them."""
+    """Softcap, ALiBi, bias and dropout."""
     run_and_hold(case, device)
 
 
