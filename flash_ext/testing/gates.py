@@ -154,9 +154,11 @@ def smem_limit(arch: str) -> int:
 
 
 def implements(row: Row, kernel: str) -> bool:
-    """Whether a mangled name is that of a row's main kernel: pass, element and tile are in it."""
+    """Whether a mangled name is that of a row's main kernel: pass, element and tile are in it, and
+    behind them, as the last number of its configuration, whether it has all features."""
     tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
-    return re.search(rf"{row['pass']}\w*{MANGLED[row['dtype']]}{tile}", kernel) is not None
+    named = re.search(rf"{row['pass']}\w*{MANGLED[row['dtype']]}{tile}(?:Li\d+E)*(Lb1E)?", kernel)
+    return named is not None and (row["features"] == "full") == (named[1] is not None)
 
 
 def usage_faults(usage: Usage) -> Iterator[str]:
@@ -184,7 +186,7 @@ def smem_faults(rows: Iterable[Row], usages: Sequence[Usage]) -> Iterator[str]:
     """What no tile is small enough for.
 
     A row may ask for more shared memory than an architecture has, if another row of the same pass,
-    dtype and head dim does not; but on some architecture each one must fit.
+    dtype, head dim and features does not; but on some architecture each one must fit.
     """
     tiles: dict[tuple[str, ...], list[bool]] = {}
     for row in rows:
@@ -193,7 +195,10 @@ def smem_faults(rows: Iterable[Row], usages: Sequence[Usage]) -> Iterator[str]:
         if not fitting:
             yield f"{dict(row)} fits on no architecture of the build"
         for usage in mine:
-            served = (row["pass"], row["dtype"], str(row["head_dim"]), usage.arch)
+            served = (
+                *(row["pass"], row["dtype"], str(row["head_dim"]), row["features"]),
+                usage.arch,
+            )
             tiles.setdefault(served, []).append(usage in fitting)
     for what, fits in tiles.items():
         if not any(fits):
