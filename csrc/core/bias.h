@@ -47,7 +47,8 @@ __device__ __forceinline__ float biased(float score, float bias) {
   return bias < kLeastBias ? bias : fmaf(bias, kLog2E, score);
 }
 
-// Adds the bias to scores in units of log2(e).
+// Adds the bias to scores in units of log2(e). Rows past the end see nothing: a key that a bias
+// hides from all others must not meet them.
 template <Axes kAxes, int kM, int kN>
 __device__ __forceinline__ void add_bias(float (&scores)[kM][kN][4], const TableView& bias,
                                          bool in_pairs, const Shape& shape, const TablePlace& at) {
@@ -63,12 +64,13 @@ __device__ __forceinline__ void add_bias(float (&scores)[kM][kN][4], const Table
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int row = Offset::row(m, 0, 2 * h);
-          if (row >= rows) continue;
           const T* const of_row = first + row * bias.row_stride;
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
             float (&x)[4] = scores[m][n];
-            if (8 * n + 1 < keys) {
+            if (row >= rows) {
+              x[2 * h] = x[2 * h + 1] = -INFINITY;
+            } else if (8 * n + 1 < keys) {
               const auto pair = *reinterpret_cast<const BiasPair<T>*>(of_row + 8 * n);
               x[2 * h] = biased(x[2 * h], bias_value(pair.first));
               x[2 * h + 1] = biased(x[2 * h + 1], bias_value(pair.second));
@@ -80,15 +82,18 @@ __device__ __forceinline__ void add_bias(float (&scores)[kM][kN][4], const Table
       return;
     }
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int m = 0; m < kM; ++m) {
           const int row = Offset::row(m, n, i), key = Offset::key(m, n, i);
-          if (row >= rows || key >= keys) continue;
+          float& x = scores[m][n][i];
           const T* const source = first + row * bias.row_stride + key * bias.key_stride;
-          scores[m][n][i] = biased(scores[m][n][i], bias_value(*source));
+          if (row >= rows)
+            x = -INFINITY;
+          else if (key < keys)
+            x = biased(x, bias_value(*source));
         }
   });
 }
