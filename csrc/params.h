@@ -8,7 +8,7 @@
 
 namespace flash_ext {
 
-enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kInt32 };
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kInt32, kInt64, kBool };
 
 // A tensor read as (batch, sequence, head, dim), whatever the order of its memory.
 // The dim stride is 1. A stride may be 0 (expanded input).
@@ -17,6 +17,17 @@ struct View {
   int64_t batch_stride;
   int64_t seq_stride;
   int64_t head_stride;
+};
+
+// A tensor read as the table of scores, (B, Hq, Sq, Sk). A stride is 0 where the tensor has one
+// element for the whole dim.
+struct TableView {
+  void* data;  // null when the tensor is absent
+  DType dtype;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+  int64_t key_stride;
 };
 
 // Sequences are shorter than this, so that positions and their differences fit 32 bits.
@@ -44,21 +55,42 @@ struct Window {
   int64_t right;
 };
 
+// What kernels with all features do to scores and probabilities, in this order, beyond masks.
+struct Modifiers {
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: off
+
+  // (B, Hq), or (Hq,) with batch stride 0; null: off. Subtracts slope * |i + Sk - Sq - j|.
+  const float* alibi_slopes;
+  int64_t alibi_batch_stride;
+
+  // Null: none. kFloat16, kBFloat16, kFloat32: added, -inf masks. kBool: true may attend.
+  TableView bias;
+  bool bias_in_pairs;  // keys 2n and 2n + 1 of a row lie where one load can fetch both
+
+  // Probabilities whose 16-bit random value is below the threshold are dropped (core/dropout.h) and
+  // the others multiplied by keep_scale. 0 and 1: off.
+  uint32_t drop_threshold;
+  float keep_scale;
+  const int64_t* seed;  // one element
+};
+
 struct ForwardParams {
   Shape shape;
   Window window;
-  DType dtype;          // of q, k, v
-  DType out_dtype;      // dtype, or kFloat32 for partial results fit to be merged
+  DType dtype;  // of q, k, v
+  DType out_dtype;  // dtype, or kFloat32 for partial results fit to be merged
   float softmax_scale;  // any sign
 
-  View q;    // (B, Sq, Hq, D)
-  View k;    // (B, Sk, Hk, D)
-  View v;    // (B, Sk, Hk, Dv)
+  View q;  // (B, Sq, Hq, D)
+  View k;  // (B, Sk, Hk, D)
+  View v;  // (B, Sk, Hk, Dv)
   View out;  // (B, Sq, Hq, Dv)
 
   // (B, Hq, Sq) contiguous, natural log; -inf where a row sees no key. Null: nobody needs it.
   float* lse;
   const float* sinks;  // (Hq,) or null: exp(sink) joins the softmax denominator
+
+  Modifiers modifiers;  // lean kernels do not look at them
 };
 
 struct BackwardParams {
@@ -67,16 +99,16 @@ struct BackwardParams {
   DType dtype;  // of every 16-bit tensor below
   float softmax_scale;
 
-  View q;     // (B, Sq, Hq, D)
-  View k;     // (B, Sk, Hk, D)
-  View v;     // (B, Sk, Hk, Dv)
-  View out;   // (B, Sq, Hq, Dv)
+  View q;  // (B, Sq, Hq, D)
+  View k;  // (B, Sk, Hk, D)
+  View v;  // (B, Sk, Hk, Dv)
+  View out;  // (B, Sq, Hq, Dv)
   View dout;  // (B, Sq, Hq, Dv)
 
-  const float* lse;   // (B, Hq, Sq) contiguous, of the forward pass
+  const float* lse;  // (B, Hq, Sq) contiguous, of the forward pass
   const float* dlse;  // (B, Hq, Sq) contiguous or null: gradient that arrived at lse
 
-  float* delta;     // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
+  float* delta;  // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
   float* dq_accum;  // (B, Hq, Sq, D rounded up to 16) workspace, zeroed by the kernels; null when
                     // dq is absent
 
@@ -95,6 +127,13 @@ struct BackwardParams {
   View dq;  // (B, Sq, Hq, D), data may be null
   View dk;  // (B, Sk, Hk, D), data may be null
   View dv;  // (B, Sk, Hk, Dv), data may be null
+
+  Modifiers modifiers;  // lean kernels do not look at them
+
+  // Gradient of an added bias, zero at the start; data may be null. Where the bias is broadcast it
+  // is kFloat32 and thread blocks add to it, else each element is written once.
+  TableView dbias;
+  bool dbias_is_sum;
 };
 
 }  // namespace flash_ext

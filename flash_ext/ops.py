@@ -21,7 +21,8 @@ from torch import Tensor
 
 from flash_ext import build, dispatch, reference
 from flash_ext.dispatch import Hardware, Kernel, Plan
-from flash_ext.problem import Problem, check_inputs, check_out_dtype, of_tensors
+from flash_ext.philox import drop_threshold
+from flash_ext.problem import Problem, check_inputs, check_out_dtype, is_broadcast, of_tensors
 
 # What both operators take after their tensors. Arguments that are left at their defaults cost no
 # host time, so what a plain call needs comes first.
@@ -99,7 +100,8 @@ def launch_of(
         q.shape, q.stride(), q.dtype, q.get_device(),
         k.shape, k.stride(), k.dtype, k.get_device(),
         v.shape, v.stride(), v.dtype, v.get_device(),
-        attn_bias is None or (attn_bias.shape, attn_bias.dtype, attn_bias.device),
+        attn_bias is None
+        or (attn_bias.shape, attn_bias.dtype, attn_bias.device, attn_bias.requires_grad),
         alibi_slopes is None or (alibi_slopes.shape, alibi_slopes.dtype, alibi_slopes.device),
         sinks is None or (sinks.shape, sinks.dtype, sinks.device),
         flags, dispatch.in_force,
@@ -184,10 +186,7 @@ def _forward_cuda(
     seed: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by a kernel. No workspace; inputs that it cannot read in place are copied.
-
-    Kernels get no modifier but sinks: `dispatch` refuses the others as long as no row serves them.
-    """
+    """out and lse by a kernel. No workspace; inputs that it cannot read in place are copied."""
     launch = launch_of(
         q, k, v, attn_bias, alibi_slopes, sinks,
         window_left, window_right, softcap, dropout_p, out_dtype, deterministic, bhsd,
@@ -204,8 +203,9 @@ def _forward_cuda(
         if v.shape[-1] != out.shape[-1]:
             wide = out.new_empty((*out.shape[:-1], v.shape[-1]))
     launch.extension.forward(
-        kernel.index, q, k, v, wide, lse, sinks, softmax_scale, window_left, window_right, bhsd
-    )
+        kernel.index, q, k, v, wide, lse, sinks, softmax_scale, window_left, window_right, bhsd,
+        _modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed),
+    )  # fmt: skip
     if wide is not out:
         out.copy_(wide[..., : out.shape[-1]])
     return out, lse
@@ -236,8 +236,12 @@ def _backward_cuda(
 
     Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (B, Hq, Sq, D rounded up to
     16). Where the plan splits groups, also dK (B, Hk, Sk, D rounded up to 16) and dV likewise, if
-    wanted; with `deterministic` counters, int32 (1 + B * Hq * query tiles * warps,). Tensors that
-    kernels cannot read in place are copied.
+    wanted; with `deterministic` counters, int32 (1 + B * Hq * query tiles * warps,). The gradient
+    of a broadcast 16-bit or fp64 attn_bias is added up in fp32 in the shape of attn_bias. Tensors
+    that kernels cannot read in place are copied.
+
+    Raises:
+        NotImplementedError: a deterministic gradient of a broadcast attn_bias.
     """
     deterministic = bool(deterministic)
     launch = launch_of(
@@ -245,7 +249,7 @@ def _backward_cuda(
         window_left, window_right, softcap, dropout_p, None, deterministic, bhsd,
     )  # fmt: skip
     kernel = launch.backward or launch.plan.kernel("backward")  # raises
-    want_dq, want_dk, want_dv, _, want_dsinks = want
+    want_dq, want_dk, want_dv, want_dbias, want_dsinks = want
     D, Dv = q.shape[-1], v.shape[-1]
     q, k, v, out, dout = (_readable(x.to(q.dtype), bhsd) for x in (q, k, v, out, dout))
     lse = lse.contiguous()
@@ -261,19 +265,68 @@ def _backward_cuda(
     dq = q.new_empty(q.shape) if want_dq else None
     dk = k.new_empty(k.shape) if want_dk else None
     dv = v.new_empty(v.shape) if want_dv else None
+    dbias = None
+    if want_dbias and attn_bias is not None:
+        dbias = _bias_gradient(attn_bias, problem, deterministic)
     if softmax_scale is None:
         softmax_scale = launch.default_scale
     launch.extension.backward(
         kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
         softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, dv_accum,
+        _modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed), dbias,
     )  # fmt: skip
     return (
         _absent(q) if dq is None else dq[..., :D].contiguous(),
         _absent(q) if dk is None else dk[..., :D].contiguous(),
         _absent(q) if dv is None else dv[..., :Dv].contiguous(),
-        _absent(q),
+        _absent(q)
+        if dbias is None or attn_bias is None
+        else dbias.view(attn_bias.shape).to(attn_bias.dtype),
         _sink_gradient(sinks, lse, delta) if sinks is not None and want_dsinks else _absent(q),
     )
+
+
+def _modifiers(
+    softcap: float,
+    dropout_p: float,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+) -> tuple[float, Tensor | None, Tensor | None, int, Tensor | None] | None:
+    """What only kernels with all features take; None where nothing is asked of them."""
+    if softcap == 0.0 and dropout_p == 0.0 and attn_bias is None and alibi_slopes is None:
+        return None
+    if dropout_p > 0.0 and seed is None:
+        raise ValueError(f"seed is None, but dropout_p is {dropout_p}: a seed is needed")
+    return (
+        softcap,
+        None if alibi_slopes is None else alibi_slopes.contiguous(),
+        None if attn_bias is None else _rank_4(attn_bias).to(_bias_dtype(attn_bias)),
+        drop_threshold(dropout_p),
+        None if seed is None else seed.reshape(1),
+    )
+
+
+def _rank_4(attn_bias: Tensor) -> Tensor:
+    return attn_bias[(None,) * (4 - attn_bias.dim())]
+
+
+def _bias_dtype(attn_bias: Tensor) -> torch.dtype:
+    """The dtype that kernels read a bias in."""
+    return torch.float32 if attn_bias.dtype == torch.float64 else attn_bias.dtype
+
+
+def _bias_gradient(attn_bias: Tensor, problem: Problem, deterministic: bool) -> Tensor:
+    """Zeros of rank 4 for a gradient: fp32 where it is added up over broadcast dims."""
+    added_up = is_broadcast(attn_bias, problem.table)
+    if added_up and deterministic:
+        raise NotImplementedError(
+            "the backward pass is not served: deterministic=True with the gradient of an attn_bias "
+            f"of shape {tuple(attn_bias.shape)} that is broadcast to {problem.table}, whose sum "
+            "has no fixed order"
+        )
+    dtype = torch.float32 if added_up else _bias_dtype(attn_bias)
+    return attn_bias.new_zeros(_rank_4(attn_bias).shape, dtype=dtype)
 
 
 def _has_readable_layout(x: Tensor, bhsd: bool) -> bool:

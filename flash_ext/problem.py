@@ -43,6 +43,12 @@ class Problem:
     modifiers: tuple[str, ...]  # arguments that only kernels with all features serve
     deterministic: bool | None  # of the backward pass; None: forward only
     varlen: bool = False
+    sums_dbias: bool = False  # the backward pass adds up the gradient of a broadcast attn_bias
+
+    @property
+    def table(self) -> tuple[int, int, int, int]:
+        """Shape of the table of scores."""
+        return self.B, self.Hq, self.Sq, self.Sk
 
     def __str__(self) -> str:
         left, right = (None if limit < 0 else limit for limit in self.window)
@@ -282,6 +288,13 @@ def check_head_modifiers(
         _check_sinks(sinks, device, Hq)
 
 
+def is_broadcast(attn_bias: Tensor, table: tuple[int, ...]) -> bool:
+    """Whether an element of a checked bias is added to more than one score."""
+    return tuple(attn_bias.shape) != table[4 - attn_bias.dim() :] or any(
+        size != 1 for size in table[: 4 - attn_bias.dim()]
+    )
+
+
 def _check_slopes(alibi_slopes: Tensor, device: torch.device, B: int, Hq: int) -> None:
     check_device("alibi_slopes", alibi_slopes, device)
     if alibi_slopes.dtype != torch.float32:
@@ -328,6 +341,8 @@ def of_tensors(
     )
     dtype = cast_dtype(q.dtype, autocast)
     check_out_dtype(dtype, out_dtype)
+    B, Sq, Sk, Hq, *_ = sizes
+    table = (B, Hq, Sq, Sk)
     return Problem(
         *sizes,
         dtype=dtype,
@@ -335,6 +350,9 @@ def of_tensors(
         window=(window_left, window_right),
         modifiers=modifiers_of(softcap, alibi_slopes, attn_bias, dropout_p),
         deterministic=deterministic,
+        sums_dbias=(
+            attn_bias is not None and attn_bias.requires_grad and is_broadcast(attn_bias, table)
+        ),
     )
 
 

@@ -30,11 +30,14 @@ ORDER = {
 Arguments = dict[str, Any]
 
 
-def find_kernel(which: str, dtype: str = "bfloat16", head_dim: int = 64) -> int:
+def find_kernel(
+    which: str, dtype: str = "bfloat16", head_dim: int = 64, features: str = "lean"
+) -> int:
+    asked = {"pass": which, "dtype": dtype, "features": features}
     for row in _C.kernels():
-        if row["pass"] == which and row["dtype"] == dtype and row["head_dim"] >= head_dim:
+        if asked.items() <= row.items() and row["head_dim"] >= head_dim:
             return int(row["index"])
-    pytest.skip(f"no {which} kernel for {dtype} and head dim {head_dim} is compiled")
+    pytest.skip(f"no {features} {which} kernel for {dtype} and head dim {head_dim} is compiled")
 
 
 def make(
@@ -68,6 +71,7 @@ def make(
         "softmax_scale": 0.125,
         "window": (-1, -1),
         "bhsd": False,
+        "modifiers": None,
     }
     if which == "forward":
         return call | {"sinks": None}
@@ -83,6 +87,23 @@ def make(
         "splits": 1,
         "dk_accum": None,
         "dv_accum": None,
+        "dbias": None,
+    }
+
+
+def modified(
+    which: str,
+    *,
+    softcap: object = 0.0,
+    slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    threshold: object = 0,
+    seed: torch.Tensor | None = None,
+) -> Arguments:
+    """What makes a call one of a kernel with all features."""
+    return {
+        "kernel": find_kernel(which, features="full"),
+        "modifiers": (softcap, slopes, bias, threshold, seed),
     }
 
 
@@ -103,6 +124,9 @@ def run(which: str, call: Arguments, module: ModuleType = _C) -> None:
     rest = [call["softmax_scale"], *call["window"], call["bhsd"]]
     if which == "backward":
         rest += [call[name] for name in ("dq_turns", "splits", "dk_accum", "dv_accum")]
+    rest += [call["modifiers"]]
+    if which == "backward":
+        rest += [call["dbias"]]
     getattr(module, which)(call["kernel"], *tensors, *rest)
 
 
@@ -155,8 +179,9 @@ BAD_TENSORS: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], type, 
     # pass, argument, what is done to it, error, what its message says
     ("forward", "q", to(torch.float16), TypeError, "dtype bfloat16 was expected, got float16"),
     ("forward", "q", to(torch.float64), TypeError, "float16, bfloat16 or float32.*got float64"),
-    ("forward", "k", to(torch.int64), TypeError, "float16, bfloat16 or float32.*got int64"),
-    ("forward", "k", to(torch.bool), TypeError, "float16, bfloat16 or float32.*got bool"),
+    ("forward", "k", to(torch.int8), TypeError, "float16, bfloat16 or float32.*got int8"),
+    ("forward", "k", to(torch.int64), TypeError, "dtype bfloat16 was expected, got int64"),
+    ("forward", "k", to(torch.bool), TypeError, "dtype bfloat16 was expected, got bool"),
     ("forward", "v", to(torch.float8_e4m3fn), TypeError, "got 8-bit DLPack type 10"),
     ("forward", "v", to(torch.complex64), TypeError, "got complex64"),
     ("forward", "out", to(torch.float16), TypeError, "dtype bfloat16 was expected, got float16"),

@@ -137,7 +137,7 @@ def test_features(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", BY_MODIFIER, ids=str)
 def test_modifiers(case: Case, device: torch.device) -> None:
-    """Softcap, ALiBi, bias and dropout: on CUDA where the build serves them."""
+    """Softcap, ALiBi, bias and dropout."""
     run_and_hold(case, device)
 
 
@@ -351,8 +351,9 @@ SANITIZED = [
     Case(
         batch=1, heads_q=2, heads_k=1, dtype=dtype, head_dim=D, head_dim_v=Dv,
         seqlen_q=Sq, seqlen_k=Sk, causal=causal, lse_gradient=causal,
-        sinks=torch.float32 if causal else None,
+        sinks=torch.float32 if causal else None, **modifiers,
     )
+    for modifiers in ({}, {"softcap": 5.0, "alibi": "h", "bias": "bhqk", "bias_hidden": 0.1})
     for dtype in HALVES
     for D, Dv in ((64, None), (128, None), (40, 64))
     for Sq, Sk, causal in ((1, 1, False), (70, 150, True), (150, 33, True), (33, 70, False))
@@ -370,7 +371,7 @@ def test_under_sanitizer(case: Case) -> None:
     CPU: the tools, told to look at our kernels alone, miss nothing that was written.
     """
     inputs = make_inputs(case)
-    names = ("q", "k", "v", "dout", "dlse", "sinks")
+    names = ("q", "k", "v", "dout", "dlse", "sinks", "attn_bias", "alibi_slopes")
     tensors = {name: getattr(inputs, name) for name in names}
     there = {name: None if x is None else x.to("cuda") for name, x in tensors.items()}
     found = run(replace(inputs, **there))

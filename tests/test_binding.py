@@ -27,6 +27,7 @@ from binding_kit import (
     load_copy,
     make,
     make_capsule,
+    modified,
     off_by_one,
     run,
     split,
@@ -77,7 +78,7 @@ def test_imports_without_torch() -> None:
         assert module.kernels() and module.build_info()["version"]
         try:
             row = next(r["index"] for r in module.kernels() if r["pass"] == "forward")
-            module.forward(row, *[None] * 6, 1.0, -1, -1, False)
+            module.forward(row, *[None] * 6, 1.0, -1, -1, False, None)
         except ModuleNotFoundError as error:
             print("refused:", error)
     """
@@ -241,6 +242,77 @@ def test_split_groups_need_their_workspaces(
     call = make("backward")
     with pytest.raises(ValueError, match=says):
         run("backward", call | split(call, 2) | changes, forged[0])
+
+
+BAD_MODIFIERS: list[tuple[Arguments, type[Exception], str]] = [
+    ({"softcap": -1.0}, ValueError, "^softcap: 0 or a finite number was expected, got -1"),
+    ({"softcap": float("inf")}, ValueError, "^softcap: 0 or a finite number was expected"),
+    ({"softcap": float("nan")}, ValueError, "^softcap: 0 or a finite number was expected"),
+    ({"slopes": torch.zeros(3)}, ValueError, r"^alibi_slopes: shape \(4,\) was expected, got \(3,"),
+    ({"slopes": torch.zeros(4, 2)}, ValueError, r"^alibi_slopes: shape \(2, 4\) was expected"),
+    ({"slopes": torch.zeros(4, 2).mT}, ValueError, "^alibi_slopes: a contiguous tensor was exp"),
+    ({"slopes": torch.zeros(4).half()}, TypeError, "^alibi_slopes: dtype float32 was expected"),
+    ({"bias": torch.zeros(24, 40)}, ValueError, r"^attn_bias: rank 4 .* got \(24, 40\)$"),
+    (
+        {"bias": torch.zeros(1, 1, 24, 39)},
+        ValueError,
+        r"^attn_bias: .* broadcasts to \(2, 4, 24, 40\) was expected, got \(1, 1, 24, 39\)$",
+    ),
+    ({"bias": torch.zeros(1, 1, 1, 1).int()}, TypeError, "^attn_bias: .*or bool.* got int32$"),
+    ({"bias": torch.zeros(1, 1, 1, 1).double()}, TypeError, "^attn_bias: .* got float64$"),
+    ({"threshold": -1}, ValueError, "^drop_threshold: 0 to 65535 was expected, got -1$"),
+    ({"threshold": 65536}, ValueError, "^drop_threshold: 0 to 65535 was expected, got 65536$"),
+    ({"threshold": 1}, TypeError, r"^seed: a torch\.Tensor was expected, got NoneType$"),
+    ({"threshold": 1, "seed": torch.zeros(2).long()}, ValueError, r"^seed: shape \(1,\) was exp"),
+    ({"threshold": 1, "seed": torch.zeros(1)}, TypeError, "^seed: dtype int64 was expected"),
+]
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("wrong", "error", "says"), BAD_MODIFIERS)
+def test_bad_modifier_is_named(
+    forged: tuple[ModuleType, Forgery],
+    which: str,
+    wrong: Arguments,
+    error: type[Exception],
+    says: str,
+) -> None:
+    with pytest.raises(error, match=says):
+        run(which, make(which) | modified(which, **wrong), forged[0])
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_lean_kernels_take_no_modifiers(forged: tuple[ModuleType, Forgery], which: str) -> None:
+    call = make(which) | modified(which, softcap=1.0) | {"kernel": find_kernel(which)}
+    with pytest.raises(ValueError, match="^modifiers: None for a lean kernel was expected"):
+        run(which, call, forged[0])
+    with pytest.raises(TypeError, match="^modifiers: None or a tuple of 5 was expected, got list"):
+        wrong = {"modifiers": [], "kernel": find_kernel(which, features="full")}
+        run(which, make(which) | wrong, forged[0])
+
+
+BIAS = torch.zeros(2, 4, 24, 40, dtype=BF16)
+BAD_BIAS_GRADIENTS: list[tuple[Arguments, torch.Tensor, type[Exception], str]] = [
+    ({}, BIAS, ValueError, "^dbias: None without an attn_bias was expected"),
+    ({"bias": BIAS.bool()}, BIAS, ValueError, "^dbias: None for a bool attn_bias was expected"),
+    ({"bias": BIAS}, BIAS.float(), TypeError, "^dbias: dtype bfloat16 was expected, got float32"),
+    ({"bias": BIAS[:1]}, BIAS[:1], TypeError, "^dbias: dtype float32 was expected, got bfloat16"),
+    ({"bias": BIAS}, BIAS[:1], ValueError, r"^dbias: shape \(2, 4, 24, 40\) was expected"),
+    ({"bias": BIAS}, BIAS.mT.contiguous().mT, ValueError, "^dbias: a contiguous tensor was exp"),
+]
+
+
+@pytest.mark.parametrize(("given", "dbias", "error", "says"), BAD_BIAS_GRADIENTS)
+def test_bad_bias_gradient_is_named(
+    forged: tuple[ModuleType, Forgery],
+    given: Arguments,
+    dbias: torch.Tensor,
+    error: type[Exception],
+    says: str,
+) -> None:
+    call = make("backward") | modified("backward", **given) | {"dbias": dbias}
+    with pytest.raises(error, match=says):
+        run("backward", call, forged[0])
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

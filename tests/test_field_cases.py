@@ -15,7 +15,6 @@ from attention_kit import (
     assert_bit_equal,
     attend,
     hold,
-    require_served,
     run,
     run_and_hold,
 )
@@ -316,7 +315,6 @@ def test_d18_loss_on_lse(head_dim: int, extra: dict[str, object], device: torch.
     """D18: a loss on lse had no gradient; now dv is exactly 0 and dq, dk are right."""
     case = replace(SMALL, seqlen_q=128, seqlen_k=200, head_dim=head_dim, lse_gradient=True)
     inputs = replace(make_inputs(replace(case, **extra), device), dout=None)
-    require_served(inputs)
     inputs.requires_grad_()
     _, lse = attend(inputs)
     dq, dk, dv = torch.autograd.grad(lse, (inputs.q, inputs.k, inputs.v), inputs.dlse)
@@ -360,7 +358,6 @@ REPEATED = (
 def test_d20_deterministic_gradients(case: Case, device: torch.device) -> None:
     """D20: `deterministic` taken but ignored: bits of dq changed from run to run."""
     inputs = make_inputs(case, device)
-    require_served(inputs, deterministic=True)
     first = run(inputs, deterministic=True)
     hold(inputs, first)
     for _ in range(20 if device.type == "cuda" else 1):
@@ -373,7 +370,6 @@ def test_d20_deterministic_gradients(case: Case, device: torch.device) -> None:
 def test_d25_odd_head_dims_in_all_modes(head_dim: int, device: torch.device) -> None:
     """D25: paths without gradients failed where the head dim was padded; 1/sqrt(D) is of D."""
     inputs = make_inputs(replace(SMALL, head_dim=head_dim), device)
-    require_served(inputs)
     expected = run(inputs)
     hold(inputs, expected)
     plain = replace(inputs, **{name: getattr(inputs, name).detach() for name in "qkv"})

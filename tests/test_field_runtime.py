@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_kit import assert_bit_equal, attend, capture, hold, require_served, run
+from attention_kit import assert_bit_equal, attend, capture, hold, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -160,7 +160,6 @@ def test_d22_gradient_straight_from_a_product() -> None:
 def test_d23_dropout_in_a_graph() -> None:
     """D23: capture failed because the seed was read on the host; replays repeated one mask."""
     inputs = make_inputs(replace(SMALL, dropout_p=0.1), torch.device("cuda"))
-    require_served(inputs)
     inputs.requires_grad_()
     leaves = [getattr(inputs, name) for name in LEAVES]
 
@@ -337,10 +336,7 @@ REFUSED_ON_CUDA = [
     {"dtype": torch.float32},
     {"dtype": torch.float64},
     {"head_dim": 264},
-    {"softcap": 5.0},
-    {"alibi": "h"},
-    {"bias": "bhqk"},
-    {"dropout_p": 0.1},
+    {"softcap": 5.0, "alibi": "h", "bias": "bhqk", "dropout_p": 0.1},
     {"head_dim": 192, "head_dim_v": 128},
 ]
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from attention_kit import assert_bit_equal, capture, hold, require_served, run, run_and_hold
+from attention_kit import assert_bit_equal, capture, hold, run, run_and_hold
 from binding_kit import Arguments, make_call, split
 from binding_kit import run as run_binding
 
@@ -109,7 +109,6 @@ def test_some_gradients(asked: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_deterministic_gradients_are_not_split(head_dim: int) -> None:
     inputs = make_inputs(replace(MULTI_QUERY, head_dim=head_dim, seqlen_k=300), DEVICE)
-    require_served(inputs, deterministic=True)
     choice = backward_choice(inputs, deterministic=True)
     assert choice.splits == 1
     assert "not split: with deterministic=True" in choice.split_reason

@@ -130,6 +130,7 @@ ROW = {
     "pass": "forward",
     "dtype": "float16",
     "head_dim": 64,
+    "features": "lean",
     "block_m": 128,
     "block_n": 64,
     "threads": 128,
@@ -235,8 +236,23 @@ def test_disassembly_is_read() -> None:
 
 def test_rows_name_their_kernel() -> None:
     assert gates.implements(ROW, KERNEL)
-    for change in ({"pass": "backward"}, {"dtype": "bfloat16"}, {"head_dim": 128}, {"block_n": 32}):
+    for change in (
+        {"pass": "backward"},
+        {"dtype": "bfloat16"},
+        {"head_dim": 128},
+        {"block_n": 32},
+        {"features": "full"},
+    ):
         assert not gates.implements({**ROW, **change}, KERNEL)
+
+
+def test_features_are_the_last_number_of_a_configuration() -> None:
+    tile = "Li64ELi128ELi64E"
+    assert tile in KERNEL
+    for number, features in enumerate(("lean", "full")):
+        kernel = KERNEL.replace(tile, f"{tile}Li4ELi2ELb{number}E")
+        assert gates.implements({**ROW, "features": features}, kernel)
+        assert not gates.implements({**ROW, "features": ("full", "lean")[number]}, kernel)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +276,7 @@ def test_shared_memory_of_a_launch() -> None:
     ]
     rows = [{**ROW, "smem_bytes": 200 * 1024}, {**ROW, "block_m": 64, "smem_bytes": 163 * 1024}]
     assert list(gates.smem_faults(rows, usages)) == [
-        "forward float16 64 sm_80: no tile of 2 fits into shared memory"
+        "forward float16 64 lean sm_80: no tile of 2 fits into shared memory"
     ]
     rows[1]["smem_bytes"] -= 512
     assert list(gates.smem_faults(rows, usages)) == []

@@ -82,19 +82,6 @@ def test_error_in_one_case_fails_and_the_others_run(
     assert len(lines(text, "ok")) == len(command.DTYPES["cpu"])
 
 
-def test_only_modifiers_may_be_unserved(run: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unserved(case, device):  # type: ignore[no-untyped-def]
-        raise NotImplementedError("no compiled kernel can")
-
-    monkeypatch.setattr(command, "check", unserved)
-    monkeypatch.setattr(command, "CASES", {"softcap": FEW["softcap"]})
-    assert run()[0] == 0
-    monkeypatch.setattr(command, "CASES", FEW)
-    code, text = run()
-    assert code == 1
-    assert "full: no compiled kernel can" in text
-
-
 def test_extension_that_does_not_load_fails(run: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec("flash_ext")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)

@@ -23,6 +23,9 @@ from flash_ext.testing.cases import MEMORY, Case, Inputs, make_inputs
 HALVES = [torch.float16, torch.bfloat16]
 
 
+Modifiers = tuple[float, Tensor | None, Tensor | None, int, Tensor | None] | None
+
+
 class FakeExtension:
     """Kernels that compute by the reference; keeps the arguments of the last call."""
 
@@ -31,11 +34,13 @@ class FakeExtension:
 
     def forward(
         self, kernel: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        sinks: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
+        sinks: Tensor | None, scale: float, left: int, right: int, bhsd: bool, modifiers: Modifiers,
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "out": out, "sinks": sinks}
+        self.last |= {"modifiers": modifiers}
         self._insist(q, k, v, out, floats=(lse, sinks))
         plain = {"softmax_scale": scale, "window_left": left, "window_right": right, "bhsd": bhsd}
+        plain |= self._named(modifiers)
         result = reference.forward(q, k, v, sinks=sinks, out_dtype=out.dtype, **plain)
         for target, values in zip((out, lse), result, strict=True):
             target.copy_(values)
@@ -45,10 +50,12 @@ class FakeExtension:
         out: Tensor, lse: Tensor, delta: Tensor, dq_accum: Tensor | None, dq: Tensor | None,
         dk: Tensor | None, dv: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
         dq_turns: Tensor | None, splits: int, dk_accum: Tensor | None, dv_accum: Tensor | None,
+        modifiers: Modifiers, dbias: Tensor | None,
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "dq_accum": dq_accum, "dout": dout}
         self.last |= {"dq_turns": dq_turns, "dq": dq, "dk": dk, "dv": dv}
         self.last |= {"splits": splits, "dk_accum": dk_accum, "dv_accum": dv_accum}
+        self.last |= {"modifiers": modifiers, "dbias": dbias}
         assert len({q.dtype, out.dtype, dout.dtype}) == 1
         self._insist(q, k, v, out, dout, floats=(lse, dlse, delta, dq_accum, dk_accum, dv_accum))
         assert (dq is None) == (dq_accum is None)
@@ -60,13 +67,29 @@ class FakeExtension:
                 sizes = (gradient.shape[0], gradient.shape[head], gradient.shape[seq])
                 assert workspace.shape == (*sizes, -(-gradient.shape[-1] // 16) * 16)
         plain = {"softmax_scale": scale, "window_left": left, "window_right": right, "bhsd": bhsd}
-        gradients = reference.backward(dout, dlse, q, k, v, out, lse, **plain)
+        plain |= self._named(modifiers)
+        want_dbias = dbias is not None
+        gradients = reference.backward(
+            dout, dlse, q, k, v, out, lse, want_dbias=want_dbias, **plain
+        )
         rows = (dout.float() * out).sum(-1)
         delta.copy_((rows if bhsd else rows.transpose(1, 2)) - (0 if dlse is None else dlse))
-        for target, values in zip((dq, dk, dv), gradients, strict=False):
+        for target, values in zip((dq, dk, dv, dbias), gradients, strict=False):
             if target is not None:
                 assert target.is_contiguous()
                 target.copy_(values)
+
+    def _named(self, modifiers: Modifiers) -> dict[str, Any]:
+        if modifiers is None:
+            return {}
+        softcap, slopes, bias, threshold, seed = modifiers
+        self._insist(floats=(slopes,))
+        assert bias is None or (bias.dim() == 4 and bias.dtype != torch.float64)
+        assert (threshold > 0) <= (seed is not None and seed.shape == (1,))
+        return {
+            "softcap": softcap, "alibi_slopes": slopes, "attn_bias": bias, "seed": seed,
+            "dropout_p": threshold / 65536,
+        }  # fmt: skip
 
     def _insist(self, *tensors: Tensor, floats: tuple[Tensor | None, ...]) -> None:
         for x in tensors:
@@ -88,11 +111,18 @@ A100 = Hardware((8, 0), 163 * 1024, 108)
 
 
 @pytest.fixture
-def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeExtension]:
-    """A build whose forward serves all of both halves, and whose backward is not deterministic."""
+def extension(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeExtension]:
+    """A build whose forward serves all of both halves, and whose backward is not deterministic.
+
+    Lean kernels alone, unless the fixture gets the parameter "full".
+    """
+    features = ("lean", "full")[: 2 if getattr(request, "param", "lean") == "full" else 1]
     rows = [
-        {**ROW, "pass": pass_, "dtype": dtype, "deterministic": pass_ == "forward"}
-        for pass_, dtype in product(dispatch.PASSES, ("float16", "bfloat16"))
+        {**ROW, "pass": pass_, "dtype": dtype, "features": feature}
+        | {"deterministic": feature == "full" or pass_ == "forward"}
+        for feature, pass_, dtype in product(features, dispatch.PASSES, ("float16", "bfloat16"))
     ]
     kernels = [Kernel.of({**row, "index": index}) for index, row in enumerate(rows)]
 
@@ -115,7 +145,7 @@ def both_passes(
     out, lse = forward(inputs.q, inputs.k, inputs.v, **private, out_dtype=inputs.out_dtype)
     gradients = backward(
         inputs.dout, inputs.dlse, inputs.q, inputs.k, inputs.v, out, lse,
-        (True, True, True, False, inputs.sinks is not None), **private,
+        (True, True, True, "attn_bias" in inputs.leaves(), inputs.sinks is not None), **private,
     )  # fmt: skip
     names = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
     return dict(zip(names, (out, lse, *gradients), strict=True))
@@ -172,6 +202,89 @@ def test_cuda_operator_casts(dtype: torch.dtype, extension: FakeExtension) -> No
         torch.testing.assert_close(found[name], expected[name])
     for name in ("dq", "dk", "dv"):  # dout and out are rounded before the kernel sees them
         torch.testing.assert_close(found[name], expected[name], atol=0.05, rtol=0.05)
+
+
+MODIFIED: list[dict[str, Any]] = [
+    {"softcap": 3.0},
+    {"alibi": "h"},
+    {"alibi": "bh", "softcap": 3.0, "sinks": torch.float32},
+    {"dropout_p": 0.25, "lse_gradient": True},
+    {"bias": "bhqk", "bias_hidden": 0.2},
+    {"bias": "bhqk", "bias_dtype": torch.float64},
+    {"bias": "hk", "bias_dtype": torch.float32, "dropout_p": 0.5},
+    {"bias": "q", "bias_dtype": torch.float64},
+    {"bias": "bk", "bias_dtype": torch.bool, "bias_hidden": 0.5, "layout": "bhsd"},
+]
+FULL = pytest.mark.parametrize("extension", ["full"], indirect=True)
+
+
+@FULL
+@pytest.mark.parametrize("asked", MODIFIED, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 33])
+def test_modifiers_reach_kernels_with_all_features(
+    head_dim: int, asked: dict[str, Any], extension: FakeExtension
+) -> None:
+    case = Case(seqlen_q=9, seqlen_k=13, heads_q=4, head_dim=head_dim, dtype=torch.float16, **asked)
+    inputs = make_inputs(case)
+    if inputs.alibi_slopes is not None:
+        inputs.alibi_slopes = torch.stack((inputs.alibi_slopes,) * 2, -1)[..., 0]
+    found, expected = cuda_and_reference(inputs)
+    if case.bias_dtype == torch.float64:  # kernels read it, and write its gradient, in fp32
+        assert found["dbias"].dtype == torch.float64
+        found["dbias"], expected["dbias"] = found["dbias"].float(), expected["dbias"].float()
+    hold_equal(found, expected)
+    softcap, slopes, bias, threshold, seed = extension.last["modifiers"]
+    assert (softcap, threshold) == (case.softcap, round(case.dropout_p * 65536))
+    assert (slopes is None) == (case.alibi is None)
+    assert (seed is None) == (case.dropout_p == 0)
+    assert (bias is None) == (case.bias is None)
+    dbias = extension.last["dbias"]
+    assert (dbias is None) == ("attn_bias" not in inputs.leaves())
+    if dbias is not None:
+        assert dbias.dtype == (bias.dtype if case.bias == "bhqk" else torch.float32)
+
+
+@FULL
+def test_lean_kernels_serve_what_they_can(extension: FakeExtension) -> None:
+    inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16, sinks=torch.float32))
+    cuda_and_reference(inputs)
+    assert extension.last["modifiers"] is None
+
+
+@FULL
+def test_dropout_needs_its_seed(extension: FakeExtension) -> None:
+    inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="^seed is None, but dropout_p is 0.5"):
+        ops._forward_cuda(inputs.q, inputs.k, inputs.v, dropout_p=0.5)
+
+
+@FULL
+@pytest.mark.parametrize("dims", ["bhqk", "hqk", "k"])
+def test_sums_of_bias_gradients_have_no_fixed_order(dims: str, extension: FakeExtension) -> None:
+    """With deterministic=True they are refused, if the bias asks for a gradient already before."""
+    inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16, bias=dims))
+    bias = inputs.attn_bias
+    assert bias is not None
+
+    def forward(bias: Tensor) -> tuple[Tensor, Tensor]:
+        return ops._forward_cuda(inputs.q, inputs.k, inputs.v, deterministic=True, attn_bias=bias)
+
+    out, lse = forward(bias)
+
+    def backward() -> None:
+        ops._backward_cuda(
+            inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse,
+            (True, True, True, True, False), deterministic=True, attn_bias=bias,
+        )  # fmt: skip
+
+    if dims == "bhqk":
+        forward(bias.clone().requires_grad_())
+        backward()
+        return
+    with pytest.raises(NotImplementedError, match="deterministic=True .*broadcast attn_bias"):
+        forward(bias.clone().requires_grad_())
+    with pytest.raises(NotImplementedError, match="deterministic=True .*broadcast to"):
+        backward()
 
 
 DOUT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -324,11 +437,10 @@ def test_fake_results_look_like_real_ones(
     sizes: tuple[int, int], layout: str, memory: str, where: str, device: torch.device
 ) -> None:
     """D24: shape, stride and dtype of every result, of both operators."""
-    modifiers: dict[str, Any] = {"bias": "hk", "alibi": "bh"} if device.type == "cpu" else {}
     case = Case(
         seqlen_q=sizes[0], seqlen_k=sizes[1], heads_q=4, head_dim=16, head_dim_v=24,
         dtype=torch.float16, layout=layout, memory=memory, sinks=torch.bfloat16,
-        out_dtype=torch.float32, lse_gradient=True, **modifiers,
+        out_dtype=torch.float32, lse_gradient=True, bias="hk", alibi="bh",
     )  # fmt: skip
     inputs = make_inputs(case, device)
 
@@ -339,7 +451,7 @@ def test_fake_results_look_like_real_ones(
         q, k, v = (moved(x) for x in (inputs.q, inputs.k, inputs.v))
         private = {name: moved(x) for name, x in inputs.private().items()}
         out, lse = ops.forward(q, k, v, **private, out_dtype=torch.float32)
-        want = (True, False, True, "bias" in modifiers, True)
+        want = (True, False, True, True, True)
         dout, dlse = moved(inputs.dout), moved(inputs.dlse)
         return out, lse, *ops.backward(dout, dlse, q, k, v, out, lse, want, **private)
 

@@ -65,14 +65,16 @@ PYBIND11_MODULE(_C, module) {
              "build_info() -> dict: version, archs, nvcc, flags, head_dims, digests.");
   module.def("forward", &forward,
              "forward(kernel, q, k, v, out, lse, sinks, softmax_scale, window_left, window_right, "
-             "bhsd, /) -> None: writes out and lse.");
+             "bhsd, modifiers, /) -> None: writes out and lse. modifiers: None, or (softcap, "
+             "alibi_slopes, attn_bias, drop_threshold, seed) with None for absent tensors.");
   module.def("direct_forward", &direct_forward,
              "direct_forward(questions, choose, /) -> function: the forward pass with as little "
              "host time as can be, see flash_ext/direct.py.");
   module.def("backward", &backward,
              "backward(kernel, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv, "
              "softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, "
-             "dv_accum, /) -> None: writes the workspaces and the gradients that are not None.");
+             "dv_accum, modifiers, dbias, /) -> None: writes the workspaces and the gradients that "
+             "are not None; dbias has to be zero.");
 }
 
 }  // namespace flash_ext::binding

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "binding/build_info.h"
+#include "binding/modifiers.h"
 #include "binding/tensor.h"
 #include "common/device.h"
 #include "common/error.h"
@@ -114,17 +115,6 @@ inline View read_view(Axes axes, const Tensor& tensor, DType dtype, const Tensor
   return axes.view(tensor);
 }
 
-// A contiguous fp32 tensor: lse, sinks, workspaces.
-inline Tensor read_floats(const char* name, py::handle object, std::initializer_list<int64_t> shape,
-                          const Tensor& q) {
-  const Tensor tensor = read_tensor(name, object);
-  expect_shape(tensor, shape);
-  expect_dtype(tensor, DType::kFloat32);
-  expect_device(tensor, q);
-  expect_contiguous(tensor);
-  return tensor;
-}
-
 inline Window read_window(int64_t left, int64_t right) {
   if (left < -1) fail<py::value_error>("window_left", std::to_string(left), "-1 or more");
   if (right < -1) fail<py::value_error>("window_right", std::to_string(right), "-1 or more");
@@ -189,7 +179,7 @@ inline ForwardCall prepare_forward(int32_t index, py::handle q_object, py::handl
                                    py::handle v_object, py::handle out_object,
                                    py::handle lse_object, py::handle sinks_object,
                                    double softmax_scale, int64_t window_left, int64_t window_right,
-                                   bool bhsd) {
+                                   bool bhsd, py::handle modifiers) {
   const Kernel& row = find_kernel(index, Pass::kForward);
   const Axes axes{bhsd};
   const Tensor q = read_tensor("q", q_object);
@@ -214,6 +204,7 @@ inline ForwardCall prepare_forward(int32_t index, py::handle q_object, py::handl
   if (!sinks_object.is_none()) {
     params.sinks = read_floats("sinks", sinks_object, {shape.heads_q}, q).floats();
   }
+  params.modifiers = read_modifiers(row, modifiers, shape, q);
   return {index, q.device, params};
 }
 
@@ -227,9 +218,9 @@ inline void run(const ForwardCall& call) {
 
 inline void forward(int32_t index, py::handle q, py::handle k, py::handle v, py::handle out,
                     py::handle lse, py::handle sinks, double softmax_scale, int64_t window_left,
-                    int64_t window_right, bool bhsd) {
+                    int64_t window_right, bool bhsd, py::handle modifiers) {
   run(prepare_forward(index, q, k, v, out, lse, sinks, softmax_scale, window_left, window_right,
-                      bhsd));
+                      bhsd, modifiers));
 }
 
 // A gradient to write, or a null view where nobody asked for it.
@@ -281,7 +272,8 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
                      py::handle dq_accum_object, py::handle dq_object, py::handle dk_object,
                      py::handle dv_object, double softmax_scale, int64_t window_left,
                      int64_t window_right, bool bhsd, py::handle dq_turns_object, int32_t splits,
-                     py::handle dk_accum_object, py::handle dv_accum_object) {
+                     py::handle dk_accum_object, py::handle dv_accum_object, py::handle modifiers,
+                     py::handle dbias_object) {
   const Kernel& row = find_kernel(index, Pass::kBackward);
   const Axes axes{bhsd};
   const Tensor q = read_tensor("q", q_object);
@@ -336,6 +328,12 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   const Gradient dv = read_gradient("dv", dv_object, axes, row.dtype, v, q);
   params.dk = dk.view;
   params.dv = dv.view;
+  params.modifiers = read_modifiers(row, modifiers, shape, q);
+  if (!dbias_object.is_none()) {
+    const BiasGradient dbias = read_bias_gradient(dbias_object, modifiers, shape, q);
+    params.dbias = dbias.view;
+    params.dbias_is_sum = dbias.is_sum;
+  }
 
   launch(index, shape, q.device, [&](void* stream) {
     if (!dout.empty()) return launch_backward(index, params, stream);

@@ -50,12 +50,28 @@ inline const char* dtype_name(DType dtype) {
       return "float32";
     case DType::kInt32:
       return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kBool:
+      return "bool";
   }
   return "unknown";
 }
 
 inline int64_t dtype_bytes(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
+  switch (dtype) {
+    case DType::kBool:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kInt64:
+      return 8;
+  }
+  return 0;
 }
 
 // "(2, 128, 8, 64)"
@@ -149,6 +165,8 @@ inline DType convert_dtype(const char* name, const dlpack::DataType& dtype) {
     if (dtype.code == dlpack::kFloat && dtype.bits == 16) return DType::kFloat16;
     if (dtype.code == dlpack::kFloat && dtype.bits == 32) return DType::kFloat32;
     if (dtype.code == dlpack::kInt && dtype.bits == 32) return DType::kInt32;
+    if (dtype.code == dlpack::kInt && dtype.bits == 64) return DType::kInt64;
+    if (dtype.code == dlpack::kBool && dtype.bits == 8) return DType::kBool;
   }
   fail<py::type_error>(name, dtype_text(dtype), "dtype float16, bfloat16 or float32");
 }
@@ -287,6 +305,17 @@ inline void expect_contiguous(const Tensor& tensor) {
     }
     stride *= tensor.shape[i];
   }
+}
+
+// A contiguous fp32 tensor: lse, sinks, workspaces.
+inline Tensor read_floats(const char* name, py::handle object, std::initializer_list<int64_t> shape,
+                          const Tensor& q) {
+  const Tensor tensor = read_tensor(name, object);
+  expect_shape(tensor, shape);
+  expect_dtype(tensor, DType::kFloat32);
+  expect_device(tensor, q);
+  expect_contiguous(tensor);
+  return tensor;
 }
 
 }  // namespace flash_ext::binding

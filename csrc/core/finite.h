@@ -48,8 +48,8 @@ __device__ __forceinline__ bool has_nonfinite(const float (&acc)[kM][kN][4]) {
 
 // Adds the NaN and infinity of a V tile (keys, dims) to the rows of O (16 kM, 8 kD) that see their
 // keys, and to no other. `row` is this lane's first row, `first_key` the tile's first key.
-template <typename T, typename Tile, int kKeys, int kM, int kD>
-__device__ __forceinline__ void spread_nonfinite(float (&out)[kM][kD][4], const BandMask& mask,
+template <typename T, typename Tile, int kKeys, typename Mask, int kM, int kD>
+__device__ __forceinline__ void spread_nonfinite(float (&out)[kM][kD][4], const Mask& mask,
                                                  uint32_t v_tile, int row, int first_key,
                                                  int lane) {
 #pragma unroll 1

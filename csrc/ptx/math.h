@@ -1,5 +1,5 @@
 // Single-instruction arithmetic that has no CUDA C++ spelling without -use_fast_math.
-// PTX ISA, "Floating-point instructions: ex2, lg2" and "cvt".
+// PTX ISA, "Floating-point instructions: ex2, lg2, rcp" and "cvt".
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,13 @@ namespace flash_ext::ptx {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x; 0 at infinity. Relative error 2^-23.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -16,6 +16,10 @@
 //
 // Where blocks are too few for the GPU, `splits` of them share the query heads of a group: each
 // walks over its own and adds dK and dV to fp32 workspaces.
+//
+// With all features scores are modified as in the forward pass. Dropped elements of Pᵀ carry a
+// minus sign: they count for dSᵀ and not for dV. The gradient of the bias is dSᵀ before the
+// derivative of the soft cap.
 #pragma once
 
 #include "core/epilogue.h"
@@ -24,185 +28,13 @@
 #include "core/gradient_workspace.h"
 #include "core/mask.h"
 #include "core/scheduler.h"
-#include "core/softmax.h"
 #include "core/tile_copy.h"
 #include "core/turns.h"
 #include "params.h"
-#include "ptx/barrier.h"
-#include "ptx/shared.h"
+#include "sm80/backward_tile.cuh"
 #include "sm80/config.h"
 
 namespace flash_ext::sm80 {
-
-enum class Role { kValues, kKeys, kBoth };  // the gradient a warp accumulates: dV, dK
-
-// Named barriers of pairs of warps: number 0 is __syncthreads.
-__device__ __forceinline__ int pair_barrier(int slice) { return 1 + slice; }
-
-// Where this thread block and this warp stand. Cheap enough to find out again where it is needed.
-template <typename Config>
-struct BackwardPlace {
-  TileCoordinate at;  // key tile, key head, batch entry
-  int first_key;      // of the block
-
-  __device__ __forceinline__ explicit BackwardPlace(const typename Config::SharedStorage& smem) {
-    at = {static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.tile))),
-          static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.head))),
-          static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.batch)))};
-    first_key = at.tile * Config::kBlockN;
-  }
-};
-
-template <typename Config>
-__device__ __forceinline__ int slice_of_warp() {
-  return threadIdx.x / kWarpSize % Config::kSlices;
-}
-template <typename Config>
-__device__ __forceinline__ bool in_first_half() {
-  return threadIdx.x < Config::kThreads / 2;
-}
-
-// Zeroes elements (16 kM keys, 8 kN queries) of pairs that do not see each other, whatever they
-// hold. `key` and `row` are the coordinates of this lane's first element.
-template <int kM, int kN>
-__device__ __forceinline__ void zero_masked(float (&acc)[kM][kN][4], const BandMask& mask, int key,
-                                            int row) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int first = mask.first_key(row + 8 * n + e) - key;
-      const int end = mask.end_key(row + 8 * n + e) - key;
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (16 * m + 8 * h < first || 16 * m + 8 * h >= end) acc[m][n][2 * h + e] = 0.f;
-    }
-}
-
-// What recomputing P subtracts from an exponent. The lse of a row without keys is -inf: subtracting
-// +inf makes its P exactly 0. Rows past the end load as lse 0 with zero Q and dO, and add nothing.
-__device__ __forceinline__ float softmax_exponent(float lse) {
-  return lse == -INFINITY ? INFINITY : lse * kLog2E;
-}
-
-// Sᵀ = K Qᵀ or dPᵀ = V dOᵀ of this warp's slice of keys: (16 kM keys, 8 kN queries).
-template <typename Config, int kM, int kN>
-__device__ __forceinline__ void multiply_slice(float (&acc)[kM][kN][4], const char* keys,
-                                               const char* queries) {
-  using KTile = typename Config::KTile;
-  const int lane = threadIdx.x % kWarpSize;
-  const int slice_key = slice_of_warp<Config>() * Config::kSliceKeys;
-  clear(acc);
-  gemm_rows_rows<typename Config::Element, Config::kHeadDim / 16,
-                 kBackwardUnroll<Config::kHeadDim>>(
-      acc,
-      lane_offsets<KTile, RowFirst>(ptx::shared_address(keys) + slice_key * KTile::kRowBytes, lane),
-      lane_offsets<typename Config::QTile, ChunkFirst>(ptx::shared_address(queries), lane));
-}
-
-// The same for this warp's slice of keys and a query tile.
-template <typename Config, int kM, int kN>
-__device__ __forceinline__ void zero_masked_slice(float (&acc)[kM][kN][4],
-                                                  const BackwardParams& params,
-                                                  const typename Config::SharedStorage& smem,
-                                                  int tile) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int key = BackwardPlace<Config>(smem).first_key +
-                  slice_of_warp<Config>() * Config::kSliceKeys + lane / 4;
-  zero_masked(acc, BandMask(params.shape, params.window), key,
-              tile * Config::kBlockM + lane % 4 * 2);
-}
-
-// One tile of query rows, the even or odd one of the walk: adds this warp's share to `gradients`
-// (16 kM keys, 8 kD), dV and then dK by role, and puts dSᵀ into smem.ds[parity].
-template <typename Config, Role kRole, int kGradients, int kM, int kD>
-__device__ __forceinline__ void add_query_tile(const BackwardParams& params,
-                                               typename Config::SharedStorage& smem, int tile,
-                                               int parity, bool masked,
-                                               float (&gradients)[kGradients][kM][kD][4]) {
-  using T = typename Config::Element;
-  using QTile = typename Config::QTile;
-  constexpr int kN = Config::kBlockM / 8;  // 8-query columns of Sᵀ
-  const int lane = threadIdx.x % kWarpSize;
-  const int slice = slice_of_warp<Config>();
-  const int column = lane % 4 * 2;
-  const int stage = parity % Config::kStages;
-  const char* const q = smem.q[stage];
-  const char* const dout = smem.dout[stage];
-
-  constexpr bool kValues = kRole != Role::kKeys;
-  constexpr bool kKeys = kRole != Role::kValues;
-
-  Accumulator<kM, kN> s;   // Sᵀ (16 kM keys, 8 kN queries)
-  Accumulator<kM, kN> ds;  // dPᵀ, then dSᵀ
-  if constexpr (kValues) multiply_slice<Config>(s, smem.k, q);
-  if constexpr (kKeys) multiply_slice<Config>(ds, smem.v, dout);
-
-  uint32_t p[kM][kN / 2][4];  // Pᵀ = exp2(Sᵀ - lse) as A fragments
-  if constexpr (kValues) {
-    const float units = params.softmax_scale * kLog2E;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + column]);
-      const float subtract[2] = {softmax_exponent(lse.x), softmax_exponent(lse.y)};
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], units, -subtract[i % 2]));
-    }
-    if (masked) zero_masked_slice<Config>(s, params, smem, tile);
-    to_operand<T>(p, s);
-  }
-
-  // Two warps meet here: P goes from one to the other.
-  auto& exchange = smem.p[slice];
-  if constexpr (!kKeys) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int k = 0; k < kN / 2; ++k)
-        exchange[m * kN / 2 + k][lane] = {p[m][k][0], p[m][k][1], p[m][k][2], p[m][k][3]};
-    ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(slice));
-  }
-  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(pair_barrier(slice));
-
-  if constexpr (kKeys) {  // dSᵀ = Pᵀ (dPᵀ - delta)
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * n + column]);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        uint2 words;  // rows l / 4 and l / 4 + 8
-        if constexpr (kValues)
-          words = {p[m][n / 2][n % 2 * 2], p[m][n / 2][n % 2 * 2 + 1]};
-        else
-          words = reinterpret_cast<const uint2*>(&exchange[m * kN / 2 + n / 2][lane])[n % 2];
-        const float2 top = Element<T>::unpack(words.x), bottom = Element<T>::unpack(words.y);
-        ds[m][n][0] = top.x * (ds[m][n][0] - delta.x);
-        ds[m][n][1] = top.y * (ds[m][n][1] - delta.y);
-        ds[m][n][2] = bottom.x * (ds[m][n][2] - delta.x);
-        ds[m][n][3] = bottom.y * (ds[m][n][3] - delta.y);
-      }
-    }
-    if (masked) zero_masked_slice<Config>(ds, params, smem, tile);
-  }
-
-  uint32_t operand[kM][kN / 2][4];
-  if constexpr (kKeys) {
-    to_operand<T>(operand, ds);
-    stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), operand,
-                                           slice * Config::kSliceKeys, lane);
-  }
-  if constexpr (kValues)  // dV += Pᵀ dO
-    gemm_registers_columns<T>(gradients[0], p,
-                              lane_offsets<QTile, RowFirst>(ptx::shared_address(dout), lane));
-  if constexpr (kKeys)  // dK += dSᵀ Q
-    gemm_registers_columns<T>(gradients[kGradients - 1], operand,
-                              lane_offsets<QTile, RowFirst>(ptx::shared_address(q), lane));
-}
 
 // A tile of query rows of one head, the head counted in the flat order (batch, head). The walk goes
 // over `tiles` of each head in turn.
@@ -372,13 +204,16 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
 
     if constexpr (Config::kSliceWarps == 1) {
       add_previous_dq(step);
-      add_query_tile<Config, Role::kBoth>(params, smem, at.tile, parity, masked, gradients);
+      add_query_tile<Config, Role::kBoth>(params, smem, at.head, at.tile, parity, masked,
+                                          gradients);
     } else if (first_half) {
-      add_query_tile<Config, Role::kValues>(params, smem, at.tile, parity, masked, gradients);
+      add_query_tile<Config, Role::kValues>(params, smem, at.head, at.tile, parity, masked,
+                                            gradients);
       add_previous_dq(step);
     } else {  // waits for Pᵀ: dQ first
       add_previous_dq(step);
-      add_query_tile<Config, Role::kKeys>(params, smem, at.tile, parity, masked, gradients);
+      add_query_tile<Config, Role::kKeys>(params, smem, at.head, at.tile, parity, masked,
+                                          gradients);
     }
     if (Config::kStages == 1 && step + 1 < steps) {
       __syncthreads();  // the only stage is read
@@ -464,6 +299,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   // dV and dK (keys of a slice, D), or one of them
   Accumulator<Config::kSliceKeys / 16, Config::kHeadDim / 8> gradients[Config::kGradients];
   accumulate<Config>(params, smem, gradients);
+  if (Config::kFull) {
+    if (Config::kSliceWarps == 1 || in_first_half<Config>())
+      scale(gradients[0], params.modifiers.keep_scale);
+  }
   if (Config::kSliceWarps == 1 || in_first_half<Config>())
     write_gradient<Config>(params.dv, params.dv_accum, shape, smem, smem.v, shape.head_dim_v,
                            gradients[0]);

@@ -10,9 +10,11 @@ namespace flash_ext::sm80 {
 // Forward: a block of kWarps warps owns kBlockM query rows and walks over K and V in tiles of
 // kBlockN keys, kStages of them in shared memory. Each warp owns whole rows, so that the softmax
 // never crosses warps.
-template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_>
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_,
+          bool kFull_ = false>
 struct ForwardConfig {
   using Element = T;
+  static constexpr bool kFull = kFull_;  // serves every modifier
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
@@ -46,6 +48,8 @@ constexpr int kBackwardUnroll = kHeadDim == 64    ? 2
 #else
 constexpr int kBackwardUnroll = kHeadDim == 128 ? 2 : kHeadDim / 16;
 #endif
+template <int kHeadDim>
+constexpr int kFullBackwardUnroll = kHeadDim > 64 ? 2 : kHeadDim / 16;
 template <typename Config>
 constexpr int kDqUnroll = Config::kHeadDim == 256 ? 1 : Config::kBlockN / 16;
 
@@ -54,9 +58,10 @@ constexpr int kDqUnroll = Config::kHeadDim == 256 ? 1 : Config::kBlockN / 16;
 // registers, or, where these are too many, a pair of warps does, one for dV and one for dK.
 // The next tile of Q and dO is loaded beside the present one where shared memory has two stages.
 template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kSliceKeys_, int kSliceWarps_,
-          int kMinBlocks_, int kStages_ = 2>
+          int kMinBlocks_, int kStages_ = 2, bool kFull_ = false>
 struct BackwardConfig {
   using Element = T;
+  static constexpr bool kFull = kFull_;  // serves every modifier
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
@@ -90,9 +95,11 @@ struct BackwardConfig {
   using QTile = SmemTile<kBlockM, kHeadDim>;  // dO has the same tile
   using DsTile = SmemTile<kBlockN, kBlockM>;  // dSᵀ: keys down, queries across
 
-  // 16x16 blocks of Pᵀ of a slice, which a pair of warps exchanges as A fragments.
+  // 16x16 blocks of Pᵀ of a slice, which a pair of warps exchanges as A fragments, and of the
+  // derivative of the soft cap.
   static constexpr int kExchanges = kSliceWarps == 2 ? kSlices : 1;
   static constexpr int kSliceBlocks = kSliceKeys / 16 * (kBlockM / 16);
+  static constexpr int kExchangeBlocks = kSliceBlocks * (kFull && kSliceWarps == 2 ? 2 : 1);
 
   struct SharedStorage {
     alignas(128) char k[KTile::kBytes];  // k and v become the staging buffers of dK and dV
@@ -100,7 +107,7 @@ struct BackwardConfig {
     alignas(128) char q[kStages][QTile::kBytes];
     alignas(128) char dout[kStages][QTile::kBytes];
     alignas(128) char ds[2][DsTile::kBytes];  // of this query tile and the one before
-    alignas(128) uint4 p[kExchanges][kSliceBlocks][kWarpSize];
+    alignas(128) uint4 p[kExchanges][kExchangeBlocks][kWarpSize];
     float lse[kStages][kBlockM];
     float delta[kStages][kBlockM];  // rowsum(dO * O) - dlse
     bool k_is_finite;
@@ -110,6 +117,13 @@ struct BackwardConfig {
   };
 };
 
+template <typename T, int kHeadDim, int kBlockM, int kBlockN, int kWarps>
+using FullForwardConfig = ForwardConfig<T, kHeadDim, kBlockM, kBlockN, kWarps, 2, true>;
+template <typename T, int kHeadDim, int kBlockM, int kBlockN, int kSliceKeys, int kSliceWarps,
+          int kMinBlocks, int kStages = 2>
+using FullBackwardConfig = BackwardConfig<T, kHeadDim, kBlockM, kBlockN, kSliceKeys, kSliceWarps,
+                                          kMinBlocks, kStages, true>;
+
 // Tiles of one pass and head dim, in order of preference: the first whose shared memory the device
 // has is taken.
 template <typename... Configs>
@@ -118,7 +132,8 @@ struct TileList {};
 // Registers decide the shape: a forward warp of 32 rows holds 32 x D of O and 32 x kBlockN of S, so
 // that beyond D 128 it owns 16 rows; a backward warp holds kSliceKeys x D of dK or dV,
 // or both, and kSliceKeys x kBlockM of S or dP. Shared memory decides what follows the first tile:
-// 163 KiB on 8.0, 99 KiB on 8.6, 8.9 and 12.x.
+// 163 KiB on 8.0, 99 KiB on 8.6, 8.9 and 12.x. Modifiers take registers too: their tiles are
+// smaller.
 template <typename T, int kHeadDim>
 struct Tiles;
 
@@ -126,12 +141,16 @@ template <typename T>
 struct Tiles<T, 32> {
   using Forward = TileList<ForwardConfig<T, 32, 128, 128, 4, 2>>;
   using Backward = TileList<BackwardConfig<T, 32, 64, 128, 32, 1, 2>>;
+  using FullForward = TileList<FullForwardConfig<T, 32, 128, 64, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 32, 64, 128, 16, 1, 1>>;
 };
 
 template <typename T>
 struct Tiles<T, 64> {
   using Forward = TileList<ForwardConfig<T, 64, 128, 96, 4, 2>>;
   using Backward = TileList<BackwardConfig<T, 64, 32, 128, 32, 1, 2>>;
+  using FullForward = TileList<FullForwardConfig<T, 64, 128, 64, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 64, 32, 128, 32, 2, 1>>;
 };
 
 template <typename T>
@@ -139,6 +158,8 @@ struct Tiles<T, 96> {
   using Forward = TileList<ForwardConfig<T, 96, 128, 64, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 96, 64, 128, 32, 2, 1>, BackwardConfig<T, 96, 64, 64, 32, 2, 2>>;
+  using FullForward = TileList<FullForwardConfig<T, 96, 128, 64, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 96, 32, 64, 32, 2, 1>>;
 };
 
 template <typename T>
@@ -146,6 +167,9 @@ struct Tiles<T, 128> {
   using Forward = TileList<ForwardConfig<T, 128, 128, 64, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 128, 64, 128, 32, 2, 1>, BackwardConfig<T, 128, 32, 64, 32, 2, 1>>;
+  using FullForward = TileList<FullForwardConfig<T, 128, 128, 48, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 128, 32, 128, 32, 2, 1>,
+                                FullBackwardConfig<T, 128, 32, 64, 32, 2, 1>>;
 };
 
 template <typename T>
@@ -155,6 +179,10 @@ struct Tiles<T, 192> {
                ForwardConfig<T, 192, 64, 32, 4, 2>>;
   using Backward =
       TileList<BackwardConfig<T, 192, 64, 64, 16, 2, 1>, BackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
+  using FullForward =
+      TileList<FullForwardConfig<T, 192, 128, 64, 8>, FullForwardConfig<T, 192, 64, 32, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 192, 64, 64, 16, 2, 1>,
+                                FullBackwardConfig<T, 192, 32, 32, 16, 2, 1>>;
 };
 
 template <typename T>
@@ -165,6 +193,10 @@ struct Tiles<T, 256> {
   using Backward =
       TileList<BackwardConfig<T, 256, 64, 64, 16, 2, 1>, BackwardConfig<T, 256, 32, 64, 16, 2, 1>,
                BackwardConfig<T, 256, 32, 32, 16, 2, 1, 1>>;
+  using FullForward =
+      TileList<FullForwardConfig<T, 256, 128, 48, 8>, FullForwardConfig<T, 256, 64, 32, 4>>;
+  using FullBackward = TileList<FullBackwardConfig<T, 256, 64, 64, 16, 2, 1>,
+                                FullBackwardConfig<T, 256, 32, 32, 16, 2, 1, 1>>;
 };
 
 }  // namespace flash_ext::sm80

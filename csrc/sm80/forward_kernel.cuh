@@ -6,14 +6,21 @@
 //       P  = exp2(S - m), O, l brought to the new m    (registers)
 //       O += P V                                       (tensor cores, P from registers)
 //   O / l, lse
+//
+// With all features S goes through the soft cap, ALiBi and the bias before the softmax, and P
+// through dropout after it (core/score.h, core/dropout.h).
 #pragma once
 
+#include "core/bias.h"
+#include "core/dropout.h"
 #include "core/epilogue.h"
 #include "core/finite.h"
 #include "core/gemm.h"
 #include "core/mask.h"
 #include "core/scheduler.h"
+#include "core/score.h"
 #include "core/softmax.h"
+#include "core/table.h"
 #include "core/tile_copy.h"
 #include "params.h"
 #include "ptx/registers.h"
@@ -40,6 +47,34 @@ struct ForwardPlace {
     lane_row = first_row + warp_row + threadIdx.x % kWarpSize / 4;
   }
 };
+
+// Whether a bias or a bool mask may hide any key.
+template <typename Config>
+__device__ __forceinline__ bool has_bias(const ForwardParams& params) {
+  return Config::kFull && params.modifiers.bias.data != nullptr;
+}
+
+// Brings raw scores (16 kM, 8 kN) of this warp's rows to what the softmax sees, masks aside. `key`
+// is that of this lane's first element.
+template <typename Config, int kM, int kN>
+__device__ __forceinline__ void modify_scores(float (&scores)[kM][kN][4],
+                                              const ForwardParams& params, int key) {
+  const ForwardPlace<Config> place(params.shape);
+  cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
+  add_biases<Axes::kQueriesDown>(scores, params.modifiers, params.shape,
+                                 {place.at.batch, place.at.head, place.lane_row, key});
+}
+
+// Drops probabilities (16 kM, 8 kN) of this warp's rows; `first_key` is the tile's.
+template <typename Config, int kM, int kN>
+__device__ __forceinline__ void drop(float (&p)[kM][kN][4], const ForwardParams& params,
+                                     int first_key) {
+  if (params.modifiers.drop_threshold == 0) return;
+  const ForwardPlace<Config> place(params.shape);
+  const int64_t head = place.at.batch * params.shape.heads_q + place.at.head;
+  Dropout(params.modifiers, head, threadIdx.x % kWarpSize)
+      .drop(p, place.rows.begin + place.warp_row, first_key);
+}
 
 // The walk over K and V: leaves unnormalised O (16 kM, 8 kD) of this warp's rows in `out`.
 //
@@ -99,10 +134,15 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     ptx::cp_async_wait<0>();
     __syncthreads();  // this tile has landed, and nobody still reads the other stage
     if (tile > touched.begin) load_tile(tile - 1, stage ^ 1);
-    if (masked && smem.guarded) {
-      spread_nonfinite<T, KTile, kBlockN>(out, BandMask(shape, params.window), v_tile,
-                                          ForwardPlace<Config>(shape).lane_row, tile * kBlockN,
-                                          lane);
+    if ((masked || has_bias<Config>(params)) && smem.guarded) {
+      const ForwardPlace<Config> here(shape);
+      const BandMask band(shape, params.window);
+      if constexpr (Config::kFull) {
+        const BiasedMask seen(band, params.modifiers.bias, shape, here.at.batch, here.at.head);
+        spread_nonfinite<T, KTile, kBlockN>(out, seen, v_tile, here.lane_row, tile * kBlockN, lane);
+      } else {
+        spread_nonfinite<T, KTile, kBlockN>(out, band, v_tile, here.lane_row, tile * kBlockN, lane);
+      }
       __syncthreads();
       zero_nonfinite<T, KTile, Config::kThreads>(v_tile, threadIdx.x);
       __syncthreads();
@@ -112,18 +152,23 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     clear(scores);
     gemm_rows_rows<T, Config::kHeadDim / 16>(scores, q_rows,
                                              lane_offsets<KTile, ChunkFirst>(k_tile, lane));
-    if (params.softmax_scale <= 0.f) scale(scores, units);  // the softmax folds units > 0 only
+    if constexpr (Config::kFull)
+      modify_scores<Config>(scores, params, tile * kBlockN + lane % 4 * 2);
+    else if (params.softmax_scale <= 0.f)
+      scale(scores, units);  // the softmax folds units > 0 only
     if (masked)
       apply_mask(scores, BandMask(shape, params.window), ForwardPlace<Config>(shape).lane_row,
                  tile * kBlockN + lane % 4 * 2);
 
-    softmax.step(scores, out, params.softmax_scale > 0.f ? units : 1.f);
+    softmax.step(scores, out, !Config::kFull && params.softmax_scale > 0.f ? units : 1.f);
+    if constexpr (Config::kFull) drop<Config>(scores, params, tile * kBlockN);
 
     uint32_t p[kM][kN / 2][4];  // (16 kM, 8 kN) as A fragments
     to_operand<T>(p, scores);
     gemm_registers_columns<T>(out, p, lane_offsets<KTile, RowFirst>(v_tile, lane));
   }
-  const bool any_masked = touched.begin < whole.begin || touched.end > whole.end;
+  const bool any_masked =
+      touched.begin < whole.begin || touched.end > whole.end || has_bias<Config>(params);
   return any_masked && !smem.guarded && __syncthreads_or(has_nonfinite(out));
 }
 
@@ -149,7 +194,8 @@ __device__ __forceinline__ void write_output(const ForwardParams& params,
     for (int h = 0; h < 2; ++h) {
       const int row = place.lane_row + 16 * m + 8 * h;
       float row_lse;
-      const float factor = softmax.finish(m, h, sink, row_lse);
+      float factor = softmax.finish(m, h, sink, row_lse);
+      if constexpr (Config::kFull) factor *= params.modifiers.keep_scale;
       if (writes_lse && row < seqlen_q) params.lse[lse_begin + row] = row_lse;
 #pragma unroll
       for (int d = 0; d < kD; ++d) {

@@ -105,7 +105,7 @@ constexpr Kernel describe(Pass pass) {
   return {"sm80",
           pass,
           kDType<typename Config::Element>,
-          Features::kLean,
+          Config::kFull ? Features::kFull : Features::kLean,
           Config::kHeadDim,
           Config::kBlockM,
           Config::kBlockN,
@@ -134,6 +134,16 @@ std::vector<Instance> forward_instances() {
 template <typename T, int kHeadDim>
 std::vector<Instance> backward_instances() {
   return backward_rows(typename Tiles<T, kHeadDim>::Backward{});
+}
+
+template <typename T, int kHeadDim>
+std::vector<Instance> full_forward_instances() {
+  return forward_rows(typename Tiles<T, kHeadDim>::FullForward{});
+}
+
+template <typename T, int kHeadDim>
+std::vector<Instance> full_backward_instances() {
+  return backward_rows(typename Tiles<T, kHeadDim>::FullBackward{});
 }
 
 }  // namespace flash_ext::sm80

@@ -197,10 +197,12 @@ def smem_limit(arch: str) -> int:
 
 
 def implements(row: Row, kernel: str) -> bool:
-    """Whether a mangled name is that of a row's main kernel: family, pass, element and tile."""
+    """Whether a mangled name is that of a row's main kernel: family, pass, element and tile are in
+    it, and behind them, as the last number of its configuration, whether it has all features."""
     tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
-    name = rf"4{row['family']}\w*_{row['pass']}\w*{MANGLED[row['dtype']]}{tile}"
-    return re.search(name, kernel) is not None
+    name = rf"4{row['family']}\w*_{row['pass']}\w*{MANGLED[row['dtype']]}{tile}(?:Li\d+E)*(Lb1E)?"
+    named = re.search(name, kernel)
+    return named is not None and (row["features"] == "full") == (named[1] is not None)
 
 
 def usage_faults(usage: Usage) -> Iterator[str]:
@@ -228,7 +230,7 @@ def smem_faults(rows: Iterable[Row], usages: Sequence[Usage]) -> Iterator[str]:
     """What no tile is small enough for.
 
     A row may ask for more shared memory than an architecture has, if another row of the same pass,
-    dtype and head dim does not; but on some architecture each one must fit.
+    dtype, head dim and features does not; but on some architecture each one must fit.
     """
     tiles: dict[tuple[str, ...], list[bool]] = {}
     for row in rows:
@@ -237,7 +239,10 @@ def smem_faults(rows: Iterable[Row], usages: Sequence[Usage]) -> Iterator[str]:
         if not fitting:
             yield f"{dict(row)} fits on no architecture of the build"
         for usage in mine:
-            served = (row["pass"], row["dtype"], str(row["head_dim"]), usage.arch)
+            served = (
+                *(row["pass"], row["dtype"], str(row["head_dim"]), row["features"]),
+                usage.arch,
+            )
             tiles.setdefault(served, []).append(usage in fitting)
     for what, fits in tiles.items():
         if not any(fits):

@@ -37,7 +37,8 @@ SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 MINUTES = 8.0  # that one call may take
 LISTED_FINDINGS = 20
 
-KERNEL_TESTS = ("test_attention.py", "test_field_cases.py")  # run on each kernel family
+# Run on each kernel family.
+KERNEL_TESTS = ("test_attention.py", "test_field_cases.py", "test_modifiers.py")
 KIT = ("cases", "numeric", "oracle")  # modules of flash_ext.testing that decide what passes
 Entry = dict[str, Any]
 

@@ -1,0 +1,136 @@
+// What a call asks of a kernel with all features, from Python to params.h.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "binding/tensor.h"
+#include "launch.h"
+#include "params.h"
+
+namespace flash_ext::binding {
+
+constexpr uint32_t kDropSteps = 1 << 16;  // values of the random numbers that drop probabilities
+
+// The members of the tuple.
+enum ModifierIndex { kSoftcap, kAlibiSlopes, kAttnBias, kDropThreshold, kSeed, kModifierCount };
+
+// Shape of the table of scores.
+inline std::array<int64_t, 4> table_shape(const Shape& shape) {
+  return {shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k};
+}
+
+inline TableView table_view(const Tensor& tensor) {
+  const auto stride = [&tensor](int axis) {
+    return tensor.shape[axis] > 1 ? tensor.strides[axis] : int64_t{0};
+  };
+  return {tensor.data, tensor.dtype, stride(0), stride(1), stride(2), stride(3)};
+}
+
+// A bias of rank 4, each dim that of the table or 1.
+inline Tensor read_bias(py::handle object, const Shape& shape, const Tensor& q) {
+  const Tensor bias = read_tensor("attn_bias", object);
+  const auto table = table_shape(shape);
+  bool broadcasts = bias.rank == 4;
+  for (int i = 0; broadcasts && i < 4; ++i) {
+    broadcasts = bias.shape[i] == 1 || bias.shape[i] == table[i];
+  }
+  if (!broadcasts) {
+    fail<py::value_error>("attn_bias", tuple_text(bias.shape.data(), bias.rank),
+                          "rank 4 and a shape that broadcasts to " + tuple_text(table.data(), 4));
+  }
+  if (bias.dtype == DType::kInt32 || bias.dtype == DType::kInt64) {
+    fail<py::type_error>("attn_bias", dtype_name(bias.dtype),
+                         "dtype float16, bfloat16, float32 or bool");
+  }
+  expect_device(bias, q);
+  return bias;
+}
+
+// Whether one load can take two neighbouring keys wherever it starts at an even one.
+inline bool lies_in_pairs(const TableView& view) {
+  const int64_t pair_bytes = 2 * dtype_bytes(view.dtype);
+  return view.key_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % pair_bytes == 0 &&
+         view.batch_stride % 2 == 0 && view.head_stride % 2 == 0 && view.row_stride % 2 == 0;
+}
+
+// `object`: None, or (softcap, alibi_slopes, attn_bias, drop_threshold, seed).
+inline Modifiers read_modifiers(const Kernel& row, py::handle object, const Shape& shape,
+                                const Tensor& q) {
+  Modifiers modifiers{};
+  modifiers.keep_scale = 1.f;
+  if (object.is_none()) return modifiers;
+  if (row.features != Features::kFull) {
+    fail<py::value_error>("modifiers", "a tuple", "None for a lean kernel");
+  }
+  if (!PyTuple_Check(object.ptr()) || PyTuple_GET_SIZE(object.ptr()) != kModifierCount) {
+    fail<py::type_error>("modifiers", Py_TYPE(object.ptr())->tp_name, "None or a tuple of 5");
+  }
+  const auto member = [&object](int i) -> py::handle { return PyTuple_GET_ITEM(object.ptr(), i); };
+
+  modifiers.softcap = member(kSoftcap).cast<float>();
+  if (!(modifiers.softcap >= 0.f) || std::isinf(modifiers.softcap)) {
+    fail<py::value_error>("softcap", std::to_string(modifiers.softcap), "0 or a finite number");
+  }
+  if (const py::handle slopes = member(kAlibiSlopes); !slopes.is_none()) {
+    if (read_tensor("alibi_slopes", slopes).rank == 2) {
+      modifiers.alibi_slopes =
+          read_floats("alibi_slopes", slopes, {shape.batch, shape.heads_q}, q).floats();
+      modifiers.alibi_batch_stride = shape.heads_q;
+    } else {
+      modifiers.alibi_slopes = read_floats("alibi_slopes", slopes, {shape.heads_q}, q).floats();
+    }
+  }
+  if (const py::handle bias = member(kAttnBias); !bias.is_none()) {
+    modifiers.bias = table_view(read_bias(bias, shape, q));
+    modifiers.bias_in_pairs = lies_in_pairs(modifiers.bias);
+  }
+  const auto threshold = member(kDropThreshold).cast<int64_t>();
+  if (threshold < 0 || threshold >= kDropSteps) {
+    fail<py::value_error>("drop_threshold", std::to_string(threshold), "0 to 65535");
+  }
+  if (threshold > 0) {
+    const Tensor seed = read_tensor("seed", member(kSeed));
+    expect_shape(seed, {1});
+    expect_dtype(seed, DType::kInt64);
+    expect_device(seed, q);
+    modifiers.seed = static_cast<const int64_t*>(seed.data);
+    modifiers.drop_threshold = static_cast<uint32_t>(threshold);
+    modifiers.keep_scale =
+        static_cast<float>(kDropSteps / static_cast<double>(kDropSteps - threshold));
+  }
+  return modifiers;
+}
+
+// Where the gradient of a bias goes.
+struct BiasGradient {
+  TableView view;
+  bool is_sum;  // over a dim in which the bias is broadcast
+};
+
+// In the shape of the bias; float32 where it is a sum, else of the bias's dtype.
+inline BiasGradient read_bias_gradient(py::handle object, py::handle modifiers, const Shape& shape,
+                                       const Tensor& q) {
+  if (modifiers.is_none() || py::handle(PyTuple_GET_ITEM(modifiers.ptr(), kAttnBias)).is_none()) {
+    fail<py::value_error>("dbias", "a tensor", "None without an attn_bias");
+  }
+  const Tensor bias = read_bias(PyTuple_GET_ITEM(modifiers.ptr(), kAttnBias), shape, q);
+  if (bias.dtype == DType::kBool) {
+    fail<py::value_error>("dbias", "a tensor", "None for a bool attn_bias");
+  }
+  const Tensor dbias = read_tensor("dbias", object);
+  expect_shape(dbias, {bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]});
+  bool is_sum = false;
+  const auto table = table_shape(shape);
+  for (int i = 0; i < 4; ++i) is_sum |= bias.shape[i] != table[i];
+  expect_dtype(dbias, is_sum ? DType::kFloat32 : bias.dtype);
+  expect_device(dbias, q);
+  expect_contiguous(dbias);
+  return {table_view(dbias), is_sum};
+}
+
+}  // namespace flash_ext::binding
