@@ -117,6 +117,16 @@ def test_modifiers_need_all_features(modifier: str) -> None:
         plan(modifiers=(modifier,), D=128).kernel("forward")
 
 
+def test_sums_of_bias_gradients_have_no_fixed_order() -> None:
+    asked: dict[str, Any] = {"modifiers": ("attn_bias",), "sums_dbias": True}
+    assert plan(**asked).kernel("backward").index == 7
+    found = plan(deterministic=True, **asked)
+    assert found.kernel("forward").index == 3
+    with pytest.raises(NotImplementedError, match="deterministic=True .* of a broadcast attn_bias"):
+        found.kernel("backward")
+    assert plan(deterministic=True, modifiers=("attn_bias",)).kernel("backward").index == 7
+
+
 def test_determinism_needs_a_row_for_it() -> None:
     assert plan(deterministic=True).kernel("backward").index == 6
     assert plan(deterministic=True).kernel("forward").index == 0

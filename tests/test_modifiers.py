@@ -154,8 +154,8 @@ def _shifted(bias: Tensor) -> Tensor:
     return flat.view(bias.shape).copy_(bias)
 
 
-def _long_rows(bias: Tensor) -> Tensor:
-    wide = torch.cat((bias, bias[..., :7]), -1)
+def _longer_rows(bias: Tensor, extra: int) -> Tensor:
+    wide = torch.cat((bias, bias[..., :extra]), -1)
     return wide[..., : bias.shape[-1]]
 
 
@@ -163,7 +163,8 @@ BIAS_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
     "every second": lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
     "heads last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
-    "long rows": _long_rows,
+    "rows of odd length": lambda x: _longer_rows(x, 1 + x.shape[-1] % 2),
+    "rows of even length": lambda x: _longer_rows(x, 2 - x.shape[-1] % 2),
     "shifted": _shifted,
 }
 
