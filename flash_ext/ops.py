@@ -322,8 +322,7 @@ def _bias_gradient(attn_bias: Tensor, problem: Problem, deterministic: bool) -> 
     if added_up and deterministic:
         raise NotImplementedError(
             "the backward pass is not served: deterministic=True with the gradient of an attn_bias "
-            f"of shape {tuple(attn_bias.shape)} that is broadcast to {problem.table}, whose sum "
-            "has no fixed order"
+            f"{tuple(attn_bias.shape)} broadcast to {problem.table}: its sum has no fixed order"
         )
     dtype = torch.float32 if added_up else _bias_dtype(attn_bias)
     return attn_bias.new_zeros(_rank_4(attn_bias).shape, dtype=dtype)
