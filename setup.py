@@ -8,6 +8,8 @@ Environment:
     FLASH_EXT_NVCC          nvcc to use, before CUDA_HOME, CUDA_PATH and PATH. Without any, a build
                             in isolation brings NVIDIA's compiler wheels.
     FLASH_EXT_ALLOW_SPILLS  "1" accepts kernels that keep registers in memory.
+    FLASH_EXT_LINEINFO      "1" keeps source lines in the kernels, for Nsight and sanitizers;
+                            the extension is twice as large.
     CXX                     host compiler.
     MAX_JOBS                parallel jobs. Default: what cores and free memory allow.
 
@@ -58,7 +60,7 @@ NVCC_WHEELS = [  # of one minor version of CUDA: mixed ones do not work together
 ]
 FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-Werror", "all-warnings"]
 FLAGS += ["-Xcompiler=-Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden"]
-KERNEL_FLAGS = ["-lineinfo", "-Xptxas=-v"]
+KERNEL_FLAGS = ["-Xptxas=-v"]
 LINK_FLAGS = ["-shared", "-cudart", "static", "-Xlinker=--exclude-libs=ALL,--as-needed"]
 KEPT_VERSIONS = 4  # of each object
 MEMORY_PER_JOB = 3 << 30
@@ -234,7 +236,8 @@ class Plan:
         self.families = [
             name for name in digest.families(CSRC) if ONLY_FOR.get(name, archs[0]) in archs
         ]
-        self.kernel_flags = [*KERNEL_FLAGS, self.tools.compress]
+        lines = ["-lineinfo"] if os.environ.get("FLASH_EXT_LINEINFO") == "1" else []
+        self.kernel_flags = [*KERNEL_FLAGS, *lines, self.tools.compress]
         self.kernel_dir = BUILD / "kernels" / "_".join(archs)
         self.python_dir = BUILD / sys.implementation.cache_tag
         self.generated = self.python_dir / "generated"
