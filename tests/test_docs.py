@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext import dispatch, ops
+from flash_ext import dispatch, flash_attn, ops
 from flash_ext.dispatch import Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,7 +192,7 @@ def test_api_page_is_current() -> None:
 
 def test_api_page_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    for package in (flash_ext, flash_ext.testing):
+    for package in (flash_ext, flash_ext.testing, flash_attn):
         documented = [n for n in package.__all__ if callable(getattr(package, n))]
         assert documented
         assert all(f"### `{name}`" in page for name in documented)
