@@ -67,12 +67,10 @@ def run_cell(
     )
     matmul_tflops = 2e-9 * size**3 / timed[MATMUL].median
     for name in calls:
-        t = timed[name]
-        tflops = 1e-9 * cell.flops / t.median
-        results[name] = replace(
-            results[name], ms=t.median, ms_p20=t.p20, ms_p80=t.p80, rounds=t.rounds, tflops=tflops,
-            matmul_tflops=matmul_tflops, matmul_share=tflops / matmul_tflops,
-        )  # fmt: skip
+        result = results[name].timed(timed[name], cell.flops)
+        assert result.tflops is not None
+        share = result.tflops / matmul_tflops
+        results[name] = replace(result, matmul_tflops=matmul_tflops, matmul_share=share)
     return with_best_peer(list(results.values()))
 
 

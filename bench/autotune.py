@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -298,10 +298,7 @@ def run_cell(
             results[name] = Result(name, "wrong", reason, error=error)
     timed = timing.interleaved(calls, device=device, rounds=rounds) if calls else {}
     for name, t in timed.items():
-        results[name] = replace(
-            results[name], ms=t.median, ms_p20=t.p20, ms_p80=t.p80, rounds=t.rounds,
-            tflops=1e-9 * cell.flops / t.median,
-        )  # fmt: skip
+        results[name] = results[name].timed(t, cell.flops)
     return list(results.values())
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,10 +141,7 @@ def run_cell(cell: Cell, device: torch.device, rounds: int) -> list[Result]:
             results[name] = Result(name, "wrong", reason, error=error)
     timed = timing.interleaved(calls, device=device, rounds=rounds) if calls else {}
     for name, t in timed.items():
-        results[name] = replace(
-            results[name], ms=t.median, ms_p20=t.p20, ms_p80=t.p80, rounds=t.rounds,
-            tflops=1e-9 * cell.flops / t.median,
-        )  # fmt: skip
+        results[name] = results[name].timed(t, cell.flops)
     return with_best_peer(list(results.values()))
 
 

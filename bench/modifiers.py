@@ -33,7 +33,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +173,7 @@ def run_cell(
     timed = timing.interleaved(calls, device=device, rounds=rounds) if calls else {}
     for name, t in timed.items():
         share = visible_share(cell, keys) if name == WINDOW else 1.0
-        results[name] = replace(
-            results[name], ms=t.median, ms_p20=t.p20, ms_p80=t.p80, rounds=t.rounds,
-            tflops=1e-9 * share * cell.flops / t.median,
-        )  # fmt: skip
+        results[name] = results[name].timed(t, share * cell.flops)
     return list(results.values())
 
 

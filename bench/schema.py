@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flash_ext.testing.timing import Timing
 
 PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # FLOPs in forward passes
 MASKS = ("full", "causal")
@@ -112,6 +115,13 @@ class Result:
     matmul_tflops: float | None = None
     matmul_share: float | None = None
     extra_mib: float | None = None
+
+    def timed(self, t: Timing, flops: float) -> Result:
+        """The same with its times, for a pass of so many FLOPs."""
+        tflops = 1e-9 * flops / t.median
+        return replace(
+            self, ms=t.median, ms_p20=t.p20, ms_p80=t.p80, rounds=t.rounds, tflops=tflops
+        )
 
 
 @dataclass(frozen=True)
