@@ -4,8 +4,15 @@
 // For each row we keep a running reference m and sum l over the keys seen so far, with
 //     O = sum_j exp2(x_j - m) v_j,   l = sum_j exp2(x_j - m),   x = score * scale * log2(e).
 // A new tile with a larger maximum m' multiplies O and l by exp2(m - m') and takes m' as its
-// reference. Any m gives the same quotient, so m may lag a little behind the true maximum. One
-// division at the very end gives softmax(x) V, and lse = (m + log2 l) / log2(e).
+// reference. Any m gives the same quotient, so m may lag behind the true maximum. One division at
+// the very end gives softmax(x) V, and lse = (m + log2 l) / log2(e).
+//
+// A careful step looks for the maximum of a tile before its exponentials:
+//     observe, exponentiate
+// A guessing step takes the present m, which nearly always does after a row's first tile, and sees
+// from the sums whether it was right:
+//     exponentiate; if it does not fit: settle
+// Exponentials then wait for no maximum, and there are no maxima to compute.
 #pragma once
 
 #include <cmath>
@@ -71,8 +78,8 @@ class OnlineSoftmax {
     exponentiate(scores, units);
   }
 
-  // The first half of a step: brings m and l to a tile of scores. True if the warp has new
-  // references: then O has to be multiplied by `rescale`.
+  // Brings m and l to a tile of scores. True if the warp has new references: then O has to be
+  // multiplied by `rescale`.
   template <int kN>
   __device__ __forceinline__ bool observe(const float (&scores)[kM][kN][4], float units,
                                           float (&rescale)[kM][2]) {
@@ -81,16 +88,19 @@ class OnlineSoftmax {
     return true;
   }
 
-  // The second half: P = exp2(x - m), and l grows by it.
+  // P = exp2(x - m), and l grows by it. True if m fits this lane's rows: they have one, and P is
+  // small enough for it to stay.
   template <int kN>
-  __device__ __forceinline__ void exponentiate(float (&scores)[kM][kN][4], float units) {
+  __device__ __forceinline__ bool exponentiate(float (&scores)[kM][kN][4], float units) {
+    bool fits = true;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        // A row without a visible key so far subtracts 0 from its -inf scores.
-        const float reference = reference_[m][h] == -INFINITY ? 0.f : reference_[m][h];
-        float sum[2] = {sum_[m][h], 0.f};  // two chains of additions hide each other's latency
+        // A row without a reference, whose scores so far are all -inf, subtracts 0.
+        const bool fresh = reference_[m][h] == -INFINITY;
+        const float reference = fresh ? 0.f : reference_[m][h];
+        float sum[2] = {0.f, 0.f};  // two chains of additions hide each other's latency
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
           float (&p)[4] = scores[m][n];
@@ -99,8 +109,46 @@ class OnlineSoftmax {
             p[i] = ptx::exp2_approx(fmaf(p[i], units, -reference));
           sum[n % 2] += p[2 * h] + p[2 * h + 1];
         }
-        sum_[m][h] = sum[0] + sum[1];
+        sum[0] += sum[1];
+        sum_[m][h] += sum[0];
+        fits = fits && !fresh && !(sum[0] > kMostSum);  // NaN stays NaN whatever the reference
       }
+    return fits;
+  }
+
+  // After exponentials that did not fit: moves m to the largest P of each row, and brings P and l
+  // to it; O has to be multiplied by `rescale`. True if it is too late, because P has left the
+  // range of fp32. `sees(m, h)` tells whether a row sees any key of the tile.
+  template <int kN, typename Sees>
+  __device__ __forceinline__ bool settle(float (&p)[kM][kN][4], float (&rescale)[kM][2],
+                                         const Sees& sees) {
+    bool lost = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = 0.f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+          largest = fmaxf(largest, fmaxf(p[m][n][2 * h], p[m][n][2 * h + 1]));
+        largest = quad_max(largest);
+        const bool fresh = reference_[m][h] == -INFINITY;
+        lost = lost || largest == INFINITY || (fresh && largest == 0.f && sees(m, h));
+        const bool moves = largest > 0.f && (fresh || largest > 1.f);
+        // A power of two changes no digit of P, l and O.
+        const int exponent = moves ? min((__float_as_int(largest) >> 23) - 127, 126) : 0;
+        const float factor = __int_as_float((127 - exponent) << 23);
+        if (moves)
+          reference_[m][h] = (fresh ? 0.f : reference_[m][h]) + static_cast<float>(exponent);
+        sum_[m][h] *= factor;
+        rescale[m][h] = factor;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          p[m][n][2 * h] *= factor;
+          p[m][n][2 * h + 1] *= factor;
+        }
+      }
+    return lost;
   }
 
   // Ends the row (m, h): the factor that normalises its output, and its natural-log lse. A sink
@@ -122,6 +170,9 @@ class OnlineSoftmax {
   // An exponent may exceed the reference by this much (a factor of 256 in P, O and l alike) before
   // the reference follows: then O is almost never rescaled after the first tiles.
   static constexpr float kSlack = 8.f;
+  // Where exponents are not looked at: what the P of a tile that one lane holds of a row may add up
+  // to. Each is then within the range of fp16.
+  static constexpr float kMostSum = 8192.f;
 
   // Whether a row of the warp needs a new reference; `top` are the tile's largest exponents,
   // rounded up.

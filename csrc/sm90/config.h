@@ -19,8 +19,9 @@ struct ForwardTile {
   int touched_begin, touched_end;  // key tiles with a visible key
   int whole_begin, whole_end;      // of these, the ones without a masked score
 
-  // Set by consumers: NaN or infinity in a masked row of V may have come into O. The tile is then
-  // walked again, guarded: masked rows of V lose them before the product.
+  // Set by consumers: NaN or infinity in a masked row of V may have come into O, or a row's scores
+  // lie so far apart that its P was lost. The tile is then walked again, guarded: masked rows of V
+  // lose NaN and infinity before the product, and the softmax takes no guess.
   int suspect;
   int guarded;
 
@@ -29,7 +30,8 @@ struct ForwardTile {
 
 // Forward: a block of one producer warpgroup and kBlockM / 64 consumers owns kBlockM query rows and
 // walks over K and V in tiles of kBlockN keys, kStages of each in shared memory.
-template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_>
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_,
+          bool kQInRegisters_>
 struct ForwardConfig {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
@@ -37,6 +39,7 @@ struct ForwardConfig {
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
   static constexpr int kQStages = kQStages_;
+  static constexpr bool kQInRegisters = kQInRegisters_;  // or read from shared memory by each Q Kᵀ
   static constexpr int kConsumers = kBlockM / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / kWarpSize;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
@@ -72,18 +75,19 @@ struct Tiles;
 // D 64: three consumers, because exponentials and products take equally long.
 template <typename T>
 struct Tiles<T, 64> {
-  using Forward = ForwardConfig<T, 64, 192, 128, 4, 2>;
+  using Forward = ForwardConfig<T, 64, 192, 128, 4, 2, false>;
 };
 
+// D 128: two consumers have registers for Q beside S, O and P.
 template <typename T>
 struct Tiles<T, 128> {
-  using Forward = ForwardConfig<T, 128, 128, 128, 2, 2>;
+  using Forward = ForwardConfig<T, 128, 128, 128, 2, 2, true>;
 };
 
 // D 256: shared memory has room for one tile of Q.
 template <typename T>
 struct Tiles<T, 256> {
-  using Forward = ForwardConfig<T, 256, 128, 64, 2, 1>;
+  using Forward = ForwardConfig<T, 256, 128, 64, 2, 1, false>;
 };
 
 }  // namespace flash_ext::sm90

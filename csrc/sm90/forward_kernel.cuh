@@ -24,6 +24,7 @@
 #include "ptx/barrier.h"
 #include "ptx/bulk.h"
 #include "ptx/elect.h"
+#include "ptx/ldmatrix.h"
 #include "ptx/proxy_fence.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/tma.h"
@@ -133,12 +134,24 @@ __device__ __forceinline__ void pass_over(typename Config::SharedStorage& smem, 
   }
 }
 
+// Reads this warp's 16 rows of Q (64, D) as A fragments.
+template <typename QTile, int kSteps>
+__device__ __forceinline__ void load_q(uint32_t (&fragments)[kSteps][4], const char* q_tile,
+                                       int consumer) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = WarpRows(consumer).row + RowFirst::row(lane);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    ptx::ldmatrix_x4(fragments[step], ptx::shared_address(q_tile) +
+                                          QTile::offset(row, 2 * step + RowFirst::chunk(lane)));
+}
+
 // A consumer's walk over K and V: leaves unnormalised O (64, D) of its warpgroup's rows in `out`.
 template <typename Config>
 __device__ __forceinline__ void attend(const ForwardKernelParams& params,
-                                       typename Config::SharedStorage& smem,
-                                       const ForwardTile& tile, const char* q_tile,
-                                       RingPosition& ring, int consumer, OnlineSoftmax<1>& softmax,
+                                       typename Config::SharedStorage& smem, ForwardTile& tile,
+                                       const char* q_tile, RingPosition& ring, int consumer,
+                                       OnlineSoftmax<1>& softmax,
                                        float (&out)[Config::kHeadDim / 2]) {
   using T = typename Config::Element;
   using QTile = typename Config::QTile;
@@ -148,6 +161,8 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
   const WgmmaOperand<QTile, ptx::Major::kK> q(ptx::shared_address(q_tile) +
                                               WarpRows(consumer).consumer_row * QTile::kLineBytes);
+  uint32_t q_fragments[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][4];
+  if constexpr (Config::kQInRegisters) load_q<QTile>(q_fragments, q_tile, consumer);
   float s[kN * 4];  // S (64, kBlockN)
   uint32_t p[1][kN / 2][4];  // P as A fragments
   auto& scores = reinterpret_cast<float (&)[1][kN][4]>(s);
@@ -158,8 +173,11 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step)
-      ptx::wgmma<T, Config::kBlockN, ptx::Major::kK, ptx::Major::kK>(s, q.at(step), k.at(step),
-                                                                     step > 0);
+      if constexpr (Config::kQInRegisters)
+        ptx::wgmma<T, Config::kBlockN, ptx::Major::kK>(s, q_fragments[step], k.at(step), step > 0);
+      else
+        ptx::wgmma<T, Config::kBlockN, ptx::Major::kK, ptx::Major::kK>(s, q.at(step), k.at(step),
+                                                                       step > 0);
     ptx::wgmma_commit();
   };
   const auto multiply_pv = [&](int stage, bool accumulate) {  // O += P V
@@ -175,17 +193,23 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   const bool guarded = read_field(tile.guarded) != 0;
   const KeyTiles keys = find_key_tiles<Config>(params, tile, consumer, guarded);
   float rescale[1][2];
-  const auto soften = [&](int n) {  // P = exp2(S - m); true where O has to follow a new m
+  // P = exp2(S - m); true where O has to follow a new m. A careful one looks for the maximum of S
+  // first. The others guess that the present m will do; where they lose P, the tile is suspect.
+  const auto soften = [&](int n, bool careful) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int row = read_field(tile.first_row) + WarpRows(consumer).row + lane / 4;
+    const BandMask mask(params.problem.shape, params.problem.window);
     if (params.score_factor != 1.f) scale(scores, params.score_factor);
-    if (keys.is_masked(n)) {
-      const int lane = threadIdx.x % kWarpSize;
-      apply_mask(scores, BandMask(params.problem.shape, params.problem.window),
-                 read_field(tile.first_row) + WarpRows(consumer).row + lane / 4,
-                 n * Config::kBlockN + lane % 4 * 2);
-    }
-    const bool moved = softmax.observe(scores, params.units, rescale);
-    softmax.exponentiate(scores, params.units);
-    return moved;
+    if (keys.is_masked(n)) apply_mask(scores, mask, row, n * Config::kBlockN + lane % 4 * 2);
+    const bool moved = careful && softmax.observe(scores, params.units, rescale);
+    const bool fits = softmax.exponentiate(scores, params.units);
+    if (careful || __all_sync(0xffffffffu, fits)) return moved;
+    const auto sees = [&](int, int h) {
+      const int first = max(mask.first_key(row + 8 * h), n * Config::kBlockN);
+      return first < min(mask.end_key(row + 8 * h), (n + 1) * Config::kBlockN);
+    };
+    if (softmax.settle(scores, rescale, sees)) tile.suspect = 1;
+    return true;
   };
 
   // In a guarded walk: brings NaN and infinity of a V tile to the rows that see their keys, and
@@ -213,7 +237,7 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   ptx::wgmma_wait<0>();
   ptx::pin(s);
   ring.release(smem.k_ring);
-  soften(n);
+  soften(n, true);
   to_operand<T>(p, scores);
 
   for (; n > keys.touched.begin; --n) {
@@ -226,7 +250,7 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
     ptx::wgmma_wait<1>();
     ptx::pin(s);
     next.release(smem.k_ring);
-    const bool moved = soften(n - 1);
+    const bool moved = soften(n - 1, guarded);
     ptx::wgmma_wait<0>();
     ptx::pin(out);
     ring.release(smem.v_ring);
