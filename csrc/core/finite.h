@@ -36,14 +36,14 @@ __device__ __forceinline__ void zero_nonfinite(uint32_t smem_tile, int thread) {
 // Whether this lane's fragments hold NaN or infinity.
 template <int kM, int kN>
 __device__ __forceinline__ bool has_nonfinite(const float (&acc)[kM][kN][4]) {
-  float zero = 0.f;
+  float zero[4] = {};  // chains that hide each other's latency
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) zero = fmaf(acc[m][n][i], 0.f, zero);
-  return zero != 0.f;
+      for (int i = 0; i < 4; ++i) zero[i] = fmaf(acc[m][n][i], 0.f, zero[i]);
+  return (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0.f;
 }
 
 // Adds the NaN and infinity of a V tile (keys, dims) to the rows of O (16 kM, 8 kD) that see their

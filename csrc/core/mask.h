@@ -26,7 +26,8 @@ class BandMask {
         seqlen_k_(static_cast<int>(shape.seqlen_k)),
         // A side without limit reaches past both sequences, each of which is below kMaxSeqlen.
         left_(seqlen_k_ - seqlen_q_ - limit(window.left)),
-        right_(seqlen_k_ - seqlen_q_ + limit(window.right)) {}
+        right_(seqlen_k_ - seqlen_q_ + limit(window.right)),
+        limits_left_(window.left >= 0) {}
 
   // Keys that query `row` sees; the range is empty (begin >= end) where it sees none.
   __device__ __forceinline__ int first_key(int row) const { return max(0, row + left_); }
@@ -47,6 +48,9 @@ class BandMask {
   __device__ __forceinline__ Range whole_key_tiles(Range rows) const {
     return {ceil_div(first_key(rows.end - 1), kBlockN), max(0, end_key(rows.begin)) / kBlockN};
   }
+
+  // Whether any row's keys begin behind key 0.
+  __device__ __forceinline__ bool limits_left() const { return limits_left_; }
 
   // Query tiles of kBlockM with a row that sees any of the keys [keys.begin, keys.end) ...
   template <int kBlockM>
@@ -76,6 +80,7 @@ class BandMask {
   int seqlen_k_;
   int left_;   // first visible key relative to the row
   int right_;  // last visible key relative to the row
+  bool limits_left_;
 };
 
 // Sets scores (16 kM, 8 kN) of keys a row does not see to -inf. `row` and `key` are the
@@ -87,13 +92,19 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const Ban
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int first = mask.first_key(row + 16 * m + 8 * h) - key;
       const int end = mask.end_key(row + 16 * m + 8 * h) - key;
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          if (8 * n + e < first || 8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
+          if (8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
+      if (!mask.limits_left()) continue;
+      const int first = mask.first_key(row + 16 * m + 8 * h) - key;
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * n + e < first) scores[m][n][2 * h + e] = -INFINITY;
     }
 }
 

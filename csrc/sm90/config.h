@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/layout.h"
+#include "core/mask.h"
 #include "core/pipeline.h"
 #include "core/wgmma_layout.h"
 
@@ -12,20 +13,34 @@ namespace flash_ext::sm90 {
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of a consumer warpgroup: the M of wgmma
 
-// A tile of query rows of one head, and the key tiles that it has to see.
+// The key tiles that some query rows have to see.
+struct alignas(16) KeyTiles {
+  Range touched;  // with a visible key
+  Range whole;    // of these, the ones without a masked score
+
+  __device__ __forceinline__ bool is_masked(int n) const {
+    return n < whole.begin || n >= whole.end;
+  }
+  __device__ __forceinline__ bool any_masked() const {
+    return touched.begin < whole.begin || touched.end > whole.end;
+  }
+  __device__ __forceinline__ bool empty() const { return touched.begin == touched.end; }
+};
+
+constexpr int kMaxConsumers = 3;
+
+// A tile of query rows of one head.
 struct ForwardTile {
   int head, kv_head, batch;
   int first_row;
-  int touched_begin, touched_end;  // key tiles with a visible key
-  int whole_begin, whole_end;      // of these, the ones without a masked score
+  KeyTiles keys;                        // of all its rows
+  KeyTiles consumer_keys[kMaxConsumers];  // of each consumer's rows; if guarded, again of all
 
   // Set by consumers: NaN or infinity in a masked row of V may have come into O, or a row's scores
   // lie so far apart that its P was lost. The tile is then walked again, guarded: masked rows of V
   // lose NaN and infinity before the product, and the softmax takes no guess.
   int suspect;
   int guarded;
-
-  __device__ __forceinline__ bool sees_nothing() const { return touched_begin == touched_end; }
 };
 
 // Forward: a block of one producer warpgroup and kBlockM / 64 consumers owns kBlockM query rows and
@@ -44,12 +59,17 @@ struct ForwardConfig {
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / kWarpSize;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
 
-  // Registers a thread, moved from the producer to the consumers: 64 K for all warpgroups.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  // Registers a thread. A launch gives all of them the same number; the first warpgroup returns
+  // some, and the consumers wait until what they take is there.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 
-  static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3),
+  static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == kMaxConsumers),
                 "register counts are chosen for two or three consumers");
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    (1 + kConsumers) * kLaunchRegisters,
+                "consumers would wait for ever");
   static_assert(kBlockN % 16 == 0, "P V takes 16 keys a step");
 
   using QTile = SlabTile<kBlockM, kHeadDim>;

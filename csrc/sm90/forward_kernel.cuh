@@ -27,6 +27,7 @@
 #include "ptx/ldmatrix.h"
 #include "ptx/proxy_fence.h"
 #include "ptx/setmaxnreg.h"
+#include "ptx/stmatrix.h"
 #include "ptx/tma.h"
 #include "ptx/wgmma.h"
 #include "sm90/config.h"
@@ -46,26 +47,26 @@ __device__ __forceinline__ void load_tile(char* target, const MappedTensor& tens
                   full);
 }
 
-// The tile to hand out in the slot at `position`: one that came back suspect, or the tile `next`.
+// Fills the slot at `position` with a tile that came back suspect, or the tile `next`, or none.
 template <typename Config>
-__device__ __forceinline__ ForwardTile choose_tile(const ForwardKernelParams& params,
-                                                   typename Config::SharedStorage& smem,
-                                                   RingPosition position, int next) {
-  const auto take_suspect = [&](RingPosition of, ForwardTile& tile) {
+__device__ __forceinline__ void choose_tile(const ForwardKernelParams& params,
+                                            typename Config::SharedStorage& smem,
+                                            RingPosition position, int next) {
+  ForwardTile& tile = smem.tile[position.stage(smem.tile_ring)];
+  const auto take_suspect = [&](RingPosition of) {
     of.wait_empty(smem.tile_ring);
     ForwardTile& slot = smem.tile[of.stage(smem.tile_ring)];
     if (slot.suspect == 0) return false;
     slot.suspect = 0;
     tile = slot;
-    tile.guarded = 1;
+    tile.guarded = 1;  // the consumers keep together, for they all take part in changing V
+    for (KeyTiles& keys : tile.consumer_keys) keys = tile.keys;
     return true;
   };
-  ForwardTile tile;
-  if (take_suspect(position, tile)) return tile;
-  if (next < params.tiles) return find_tile<Config>(params, next);
+  if (take_suspect(position)) return;
+  if (next < params.tiles) return find_tile<Config>(params, next, tile);
   // The last tile but one is done; the verdict on the last is still out.
-  if (take_suspect(position.next(), tile)) return tile;
-  return {kNoTile};
+  if (!take_suspect(position.next())) tile.head = kNoTile;
 }
 
 // The producer's thread: finds tiles and loads Q, K and V in the order in which consumers need
@@ -79,33 +80,35 @@ __device__ __forceinline__ void produce(const ForwardKernelParams& params,
   RingPosition k_ring, v_ring;
   int next = blockIdx.x;
   for (;; tiles = tiles.next()) {
-    const ForwardTile tile = choose_tile<Config>(params, smem, tiles, next);
-    smem.tile[tiles.stage(smem.tile_ring)] = tile;
+    choose_tile<Config>(params, smem, tiles, next);
     tiles.publish(smem.tile_ring);
+    const ForwardTile& tile = smem.tile[tiles.stage(smem.tile_ring)];
     if (tile.head == kNoTile) break;
+    const int kv_head = tile.kv_head, batch = tile.batch;
+    const Range touched = tile.keys.touched;
 
     const auto load_k = [&](int n) {
       k_ring.wait_empty(smem.k_ring);
-      load_tile<KTile>(smem.k[k_ring.stage(smem.k_ring)], params.k, n * Config::kBlockN,
-                       tile.kv_head, tile.batch, k_ring.expect(smem.k_ring, KTile::kBytes));
+      load_tile<KTile>(smem.k[k_ring.stage(smem.k_ring)], params.k, n * Config::kBlockN, kv_head,
+                       batch, k_ring.expect(smem.k_ring, KTile::kBytes));
       k_ring = k_ring.next();
     };
     const auto load_v = [&](int n) {
       v_ring.wait_empty(smem.v_ring);
-      load_tile<KTile>(smem.v[v_ring.stage(smem.v_ring)], params.v, n * Config::kBlockN,
-                       tile.kv_head, tile.batch, v_ring.expect(smem.v_ring, KTile::kBytes));
+      load_tile<KTile>(smem.v[v_ring.stage(smem.v_ring)], params.v, n * Config::kBlockN, kv_head,
+                       batch, v_ring.expect(smem.v_ring, KTile::kBytes));
       v_ring = v_ring.next();
     };
-    if (tile.sees_nothing()) {
+    if (touched.begin == touched.end) {
       tiles.wait_empty(smem.q_ring);
       tiles.publish(smem.q_ring);
     } else {
-      int n = tile.touched_end - 1;
+      int n = touched.end - 1;
       load_k(n);
       tiles.wait_empty(smem.q_ring);
-      load_tile<QTile>(smem.q[tiles.stage(smem.q_ring)], params.q, tile.first_row, tile.head,
-                       tile.batch, tiles.expect(smem.q_ring, QTile::kBytes));
-      for (; n > tile.touched_begin; --n) {
+      load_tile<QTile>(smem.q[tiles.stage(smem.q_ring)], params.q, tile.first_row, tile.head, batch,
+                       tiles.expect(smem.q_ring, QTile::kBytes));
+      for (; n > touched.begin; --n) {
         load_k(n - 1);
         load_v(n);
       }
@@ -134,24 +137,38 @@ __device__ __forceinline__ void pass_over(typename Config::SharedStorage& smem, 
   }
 }
 
-// Reads this warp's 16 rows of Q (64, D) as A fragments.
-template <typename QTile, int kSteps>
-__device__ __forceinline__ void load_q(uint32_t (&fragments)[kSteps][4], const char* q_tile,
-                                       int consumer) {
+// Where a lane reads or writes its part of a 16 x 16 block of this warp's rows of a tile.
+template <typename Tile>
+__device__ __forceinline__ uint32_t block_address(const char* tile, int row, int block) {
   const int lane = threadIdx.x % kWarpSize;
-  const int row = WarpRows(consumer).row + RowFirst::row(lane);
+  return ptx::shared_address(tile) +
+         Tile::offset(row + RowFirst::row(lane), 2 * block + RowFirst::chunk(lane));
+}
+
+// Reads 16 rows of Q, from `row` on, as A fragments.
+template <typename Tile, int kBlocks>
+__device__ __forceinline__ void load_rows(uint32_t (&fragments)[kBlocks][4], const char* tile,
+                                          int row) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    ptx::ldmatrix_x4(fragments[step], ptx::shared_address(q_tile) +
-                                          QTile::offset(row, 2 * step + RowFirst::chunk(lane)));
+  for (int block = 0; block < kBlocks; ++block)
+    ptx::ldmatrix_x4(fragments[block], block_address<Tile>(tile, row, block));
+}
+
+// Writes 16 rows of O in their place.
+template <typename Tile, int kBlocks>
+__device__ __forceinline__ void stage_rows(char* tile, const uint32_t (&fragments)[kBlocks][4],
+                                           int row) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+    ptx::stmatrix_x4(block_address<Tile>(tile, row, block), fragments[block]);
 }
 
 // A consumer's walk over K and V: leaves unnormalised O (64, D) of its warpgroup's rows in `out`.
 template <typename Config>
 __device__ __forceinline__ void attend(const ForwardKernelParams& params,
                                        typename Config::SharedStorage& smem, ForwardTile& tile,
-                                       const char* q_tile, RingPosition& ring, int consumer,
-                                       OnlineSoftmax<1>& softmax,
+                                       const KeyTiles& keys, const char* q_tile, RingPosition& ring,
+                                       int consumer, OnlineSoftmax<1>& softmax,
                                        float (&out)[Config::kHeadDim / 2]) {
   using T = typename Config::Element;
   using QTile = typename Config::QTile;
@@ -162,7 +179,8 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   const WgmmaOperand<QTile, ptx::Major::kK> q(ptx::shared_address(q_tile) +
                                               WarpRows(consumer).consumer_row * QTile::kLineBytes);
   uint32_t q_fragments[Config::kQInRegisters ? Config::kHeadDim / 16 : 1][4];
-  if constexpr (Config::kQInRegisters) load_q<QTile>(q_fragments, q_tile, consumer);
+  if constexpr (Config::kQInRegisters)
+    load_rows<QTile>(q_fragments, q_tile, WarpRows(consumer).row);
   float s[kN * 4];  // S (64, kBlockN)
   uint32_t p[1][kN / 2][4];  // P as A fragments
   auto& scores = reinterpret_cast<float (&)[1][kN][4]>(s);
@@ -191,7 +209,6 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   };
 
   const bool guarded = read_field(tile.guarded) != 0;
-  const KeyTiles keys = find_key_tiles<Config>(params, tile, consumer, guarded);
   float rescale[1][2];
   // P = exp2(S - m); true where O has to follow a new m. A careful one looks for the maximum of S
   // first. The others guess that the present m will do; where they lose P, the tile is suspect.
@@ -230,7 +247,7 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   if (guarded) clear(result);
 
   // K and V of a tile have the same place in their rings. Other warpgroups may see more tiles.
-  pass_over<Config>(smem, ring, read_field(tile.touched_end) - keys.touched.end);
+  pass_over<Config>(smem, ring, read_field(tile.keys.touched.end) - keys.touched.end);
   int n = keys.touched.end - 1;
   ring.wait_full(smem.k_ring);
   multiply_qk(ring.stage(smem.k_ring));
@@ -266,14 +283,15 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
   ptx::pin(out);
   ring.release(smem.v_ring);
   ring = ring.next();
-  pass_over<Config>(smem, ring, keys.touched.begin - read_field(tile.touched_begin));
+  pass_over<Config>(smem, ring, keys.touched.begin - read_field(tile.keys.touched.begin));
 }
 
 // Normalises O (64, D) of a warpgroup and writes lse. True where O may hold what NaN or infinity in
 // a masked row of V made of it, 0 * inf.
 template <typename Config>
 __device__ __forceinline__ bool finish_rows(const ForwardParams& problem, const ForwardTile& tile,
-                                            int row, const OnlineSoftmax<1>& softmax,
+                                            const KeyTiles& keys, int row,
+                                            const OnlineSoftmax<1>& softmax,
                                             float (&out)[1][Config::kHeadDim / 8][4]) {
   const int lane = threadIdx.x % kWarpSize;
   const int head = read_field(tile.head), batch = read_field(tile.batch);
@@ -290,9 +308,7 @@ __device__ __forceinline__ bool finish_rows(const ForwardParams& problem, const 
                   position] = lse;
   }
   // Rows of V beyond the end are zeros: only the window masks rows that are there.
-  const bool masked = (problem.window.left >= 0 || problem.window.right >= 0) &&
-                      (read_field(tile.touched_begin) < read_field(tile.whole_begin) ||
-                       read_field(tile.touched_end) > read_field(tile.whole_end));
+  const bool masked = (problem.window.left >= 0 || problem.window.right >= 0) && keys.any_masked();
   const bool suspect = masked && read_field(tile.guarded) == 0 && has_nonfinite(out);
   rescale_rows(out, factor);
   return suspect;
@@ -302,14 +318,14 @@ __device__ __forceinline__ bool finish_rows(const ForwardParams& problem, const 
 // the storer sends it; fp32 O straight to its place.
 template <typename Config>
 __device__ __forceinline__ void write_output(const ForwardKernelParams& params, ForwardTile& tile,
-                                             char* q_tile, int consumer,
+                                             const KeyTiles& keys, char* q_tile, int consumer,
                                              const OnlineSoftmax<1>& softmax,
                                              float (&out)[Config::kHeadDim / 2]) {
   const ForwardParams& problem = params.problem;
   const int row = WarpRows(consumer).row;
   const int lane = threadIdx.x % kWarpSize;
   auto& result = reinterpret_cast<float (&)[1][Config::kHeadDim / 8][4]>(out);
-  if (finish_rows<Config>(problem, tile, row, softmax, result)) tile.suspect = 1;
+  if (finish_rows<Config>(problem, tile, keys, row, softmax, result)) tile.suspect = 1;
 
   if (problem.out_dtype == DType::kFloat32) {
     char* const matrix =
@@ -318,8 +334,9 @@ __device__ __forceinline__ void write_output(const ForwardKernelParams& params, 
                     static_cast<int>(problem.shape.seqlen_q), problem.shape.head_dim_v, result,
                     read_field(tile.first_row) + row + lane / 4, lane);
   } else {
-    stage_fragments<typename Config::Element, typename Config::QTile>(ptx::shared_address(q_tile),
-                                                                      result, row, lane);
+    uint32_t rounded[1][Config::kHeadDim / 16][4];
+    to_operand<typename Config::Element>(rounded, result);
+    stage_rows<typename Config::QTile>(q_tile, rounded[0], row);
     ptx::fence_proxy_async_shared();
   }
 }
@@ -385,23 +402,22 @@ __device__ __forceinline__ void consume(const ForwardKernelParams& params,
     if (read_field(tile.head) == kNoTile) return;
 
     tiles.wait_full(smem.q_ring);
-    const Range seen =
-        find_key_tiles<Config>(params, tile, consumer, read_field(tile.guarded) != 0).touched;
-    if (seen.begin == seen.end) {
+    const KeyTiles keys = read_keys(tile.consumer_keys[consumer]);
+    if (keys.empty()) {
       pass_over<Config>(smem, kv_ring,
-                        read_field(tile.touched_end) - read_field(tile.touched_begin));
+                        read_field(tile.keys.touched.end) - read_field(tile.keys.touched.begin));
       write_empty_rows(params.problem, tile, WarpRows(consumer).row);
     } else {
       char* const q_tile = smem.q[tiles.stage(smem.q_ring)];
       OnlineSoftmax<1> softmax;
       float out[Config::kHeadDim / 2];
       softmax.clear();
-      attend<Config>(params, smem, tile, q_tile, kv_ring, consumer, softmax, out);
-      write_output<Config>(params, tile, q_tile, consumer, softmax, out);
+      attend<Config>(params, smem, tile, keys, q_tile, kv_ring, consumer, softmax, out);
+      write_output<Config>(params, tile, keys, q_tile, consumer, softmax, out);
     }
     if (threadIdx.x % kWarpgroupThreads == 0)
       smem.staged[tiles.stage(smem.q_ring)][consumer] =
-          seen.begin != seen.end && params.problem.out_dtype != DType::kFloat32;
+          !keys.empty() && params.problem.out_dtype != DType::kFloat32;
     __syncwarp();
     tiles.publish_warp(smem.out_ring[consumer]);
     tiles.release(smem.tile_ring);

@@ -14,27 +14,36 @@ namespace flash_ext::sm90 {
 
 constexpr int kNoTile = -1;  // as the head of a tile: there is none left
 
-// The tile with the number `index`.
+// The key tiles that query rows see; none for rows past the end.
 template <typename Config>
-__device__ __forceinline__ ForwardTile find_tile(const ForwardKernelParams& params, int index) {
+__device__ __forceinline__ KeyTiles find_key_tiles(const ForwardParams& problem, int first_row,
+                                                   int rows) {
+  const int end = min(first_row + rows, static_cast<int>(problem.shape.seqlen_q));
+  if (first_row >= end) return {};
+  const BandMask mask(problem.shape, problem.window);
+  return {mask.template touched_key_tiles<Config::kBlockN>({first_row, end}),
+          mask.template whole_key_tiles<Config::kBlockN>({first_row, end})};
+}
+
+// Makes `tile` the one with the number `index`.
+template <typename Config>
+__device__ __forceinline__ void find_tile(const ForwardKernelParams& params, int index,
+                                          ForwardTile& tile) {
   const Shape& shape = params.problem.shape;
-  const int seqlen_q = static_cast<int>(shape.seqlen_q);
-  const TileCoordinate at =
-      last_tile_first_across(index, ceil_div(seqlen_q, Config::kBlockM), shape.heads_q,
-                             shape.heads_q * shape.batch, params.heads_together);
+  const int tiles = ceil_div(static_cast<int>(shape.seqlen_q), Config::kBlockM);
+  const TileCoordinate at = last_tile_first_across(
+      index, tiles, shape.heads_q, shape.heads_q * shape.batch, params.heads_together);
   const int first_row = at.tile * Config::kBlockM;
-  const Range rows{first_row, min(first_row + Config::kBlockM, seqlen_q)};
-  const BandMask mask(shape, params.problem.window);
-  const Range touched = mask.template touched_key_tiles<Config::kBlockN>(rows);
-  const Range whole = mask.template whole_key_tiles<Config::kBlockN>(rows);
-  return {at.head,
-          at.head / (shape.heads_q / shape.heads_k),
-          static_cast<int>(at.batch),
-          first_row,
-          touched.begin,
-          touched.end,
-          whole.begin,
-          whole.end};
+  tile.head = at.head;
+  tile.kv_head = at.head / (shape.heads_q / shape.heads_k);
+  tile.batch = static_cast<int>(at.batch);
+  tile.first_row = first_row;
+  tile.guarded = 0;
+  tile.keys = find_key_tiles<Config>(params.problem, first_row, Config::kBlockM);
+#pragma unroll
+  for (int i = 0; i < Config::kConsumers; ++i)
+    tile.consumer_keys[i] =
+        find_key_tiles<Config>(params.problem, first_row + i * kWarpgroupRows, kWarpgroupRows);
 }
 
 // The number of this block's tile after `index`.
@@ -56,6 +65,12 @@ __device__ __forceinline__ int read_field(const int& field) {
   return static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&field)));
 }
 
+__device__ __forceinline__ KeyTiles read_keys(const KeyTiles& keys) {
+  const uint4 words = ptx::load_shared_v4(ptx::shared_address(&keys));
+  return {{static_cast<int>(words.x), static_cast<int>(words.y)},
+          {static_cast<int>(words.z), static_cast<int>(words.w)}};
+}
+
 // The rows of a tile that a warp of a consumer warpgroup owns.
 struct WarpRows {
   int consumer_row;  // first row of the warpgroup inside the tile
@@ -65,32 +80,5 @@ struct WarpRows {
       : consumer_row(consumer * kWarpgroupRows),
         row(consumer_row + static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpSize * 16) {}
 };
-
-// The key tiles that the rows of one consumer see, which may be fewer than those of its tile.
-struct KeyTiles {
-  Range touched;  // with a visible key
-  Range whole;  // of these, the ones without a masked score
-
-  __device__ __forceinline__ bool is_masked(int n) const {
-    return n < whole.begin || n >= whole.end;
-  }
-};
-
-// In a guarded walk consumers keep together, for they all take part in changing V.
-template <typename Config>
-__device__ __forceinline__ KeyTiles find_key_tiles(const ForwardKernelParams& params,
-                                                   const ForwardTile& tile, int consumer,
-                                                   bool guarded) {
-  if (guarded)
-    return {{read_field(tile.touched_begin), read_field(tile.touched_end)},
-            {read_field(tile.whole_begin), read_field(tile.whole_end)}};
-  const Shape& shape = params.problem.shape;
-  const int first = read_field(tile.first_row) + WarpRows(consumer).consumer_row;
-  const int end = min(first + kWarpgroupRows, static_cast<int>(shape.seqlen_q));
-  if (first >= end) return {};
-  const BandMask mask(shape, params.problem.window);
-  return {mask.template touched_key_tiles<Config::kBlockN>({first, end}),
-          mask.template whole_key_tiles<Config::kBlockN>({first, end})};
-}
 
 }  // namespace flash_ext::sm90
