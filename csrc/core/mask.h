@@ -98,7 +98,12 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const Ban
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           if (8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
-      if (!mask.limits_left()) continue;
+    }
+  if (!mask.limits_left()) return;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
       const int first = mask.first_key(row + 16 * m + 8 * h) - key;
 #pragma unroll
       for (int n = 0; n < kN; ++n)
