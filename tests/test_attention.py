@@ -195,6 +195,34 @@ def test_balance_of_q_and_k(
     assert abs(left - right) <= 2**-8 * (left_size + right_size) / 16
 
 
+@pytest.mark.parametrize("step", [-200.0, -9.0, 4.0, 7.0, 20.0, 70.0, 120.0, 3000.0])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 7), (150, None)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_that_drift(
+    step: float,
+    window: tuple[int | None, int | None],
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Scores change by `step` with every 64 keys: a running maximum has to follow from far away.
+
+    Kernels walk from the last key to the first, and some guess that the maximum stays. Rows that
+    see nothing of the last tiles start late, far from 0.
+    """
+    sizes = Case(1, 200, 509, 2, 1, head_dim, dtype=dtype, window_size=window)
+    inputs = make_inputs(sizes, device)
+    level = step * (7 - torch.arange(509, device=device) // 64)
+    inputs.q[..., 0] = 8.0
+    inputs.k[..., 0] = (level[None, :, None] * head_dim**0.5 / 8).to(dtype)
+    out, lse = attend(inputs)
+    hold(inputs, Outcome(out, lse, {}))
+    again, lse_again = attend(inputs)
+    assert_bit_equal(again, out)
+    assert_bit_equal(lse_again, lse, "lse")
+
+
 @pytest.mark.parametrize("logit", [100.0, -100.0, 300.0, -1e4, 1e4])
 @pytest.mark.parametrize("causal", [False, True])
 def test_key_shift(logit: float, causal: bool, device: torch.device) -> None:
