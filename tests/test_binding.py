@@ -35,7 +35,7 @@ from binding_kit import (
 )
 from torch._subclasses import FakeTensorMode
 
-from flash_ext import ops
+from flash_ext import operands
 
 _C = pytest.importorskip("flash_ext._C", reason="flash_ext is installed without compiled kernels")
 
@@ -78,7 +78,7 @@ def test_imports_without_torch() -> None:
         assert module.kernels() and module.build_info()["version"]
         try:
             row = next(r["index"] for r in module.kernels() if r["pass"] == "forward")
-            module.forward(row, *[None] * 6, 1.0, -1, -1, False, None)
+            module.forward(row, *[None] * 6, 1.0, -1, -1, False, None, None)
         except ModuleNotFoundError as error:
             print("refused:", error)
     """
@@ -206,7 +206,7 @@ def test_turns_fit_the_kernel(forged: tuple[ModuleType, Forgery]) -> None:
         run("backward", call | {"dq_turns": torch.zeros(1, dtype=torch.int32)}, forged[0])
     row = _C.kernels()[call["kernel"]]
     B, Hq, Sq = call["lse"].shape
-    counters = 1 + B * Hq * -(-Sq // ops.TURN_ROWS) * (row["threads"] // 32)
+    counters = 1 + B * Hq * -(-Sq // operands.TURN_ROWS) * (row["threads"] // 32)
     with pytest.raises(TypeError, match="^dq_turns: dtype int32 was expected"):
         run("backward", call | {"dq_turns": torch.zeros(counters)}, forged[0])
 
