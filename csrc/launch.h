@@ -19,6 +19,7 @@ struct Kernel {
   Pass pass;
   DType dtype;
   Features features;
+  bool packed;       // can serve packed sequences, beside dense ones
   int32_t head_dim;  // serves max(D, Dv) up to this
   int32_t block_m;   // query rows of a tile
   int32_t block_n;   // key rows of a tile

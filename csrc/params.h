@@ -30,7 +30,8 @@ struct TableView {
   int64_t key_stride;
 };
 
-// Sequences are shorter than this, so that positions and their differences fit 32 bits.
+// Sequences, and packed ones together, are shorter than this, so that positions and their
+// differences fit 32 bits.
 constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
 
 // Query rows to which a thread block of a deterministic backward pass adds in one turn, a multiple
@@ -46,6 +47,19 @@ struct Shape {
   int32_t heads_k;     // Hk
   int32_t head_dim;    // D, a multiple of 8
   int32_t head_dim_v;  // Dv, a multiple of 8
+};
+
+// Where packed sequences lie. Then the batch entry that Shape speaks of is one, and its rows are
+// those of all sequences. Sequence b has the rows from cu_seqlens[b] to before cu_seqlens[b + 1],
+// and uses the first seqused[b] of them.
+struct Packing {
+  const int32_t* cu_seqlens_q;  // (batch + 1,), or null: not packed
+  const int32_t* cu_seqlens_k;  // (batch + 1,)
+  const int32_t* seqused_q;     // (batch,), or null: all rows
+  const int32_t* seqused_k;     // (batch,), or null
+  int64_t batch;
+  int64_t longest_q;  // rows of a sequence that may be used, for the sake of a bias
+  int64_t longest_k;
 };
 
 // Query i sits at key position i + Sk - Sq and sees keys in
@@ -76,6 +90,7 @@ struct Modifiers {
 
 struct ForwardParams {
   Shape shape;
+  Packing packing;
   Window window;
   DType dtype;  // of q, k, v
   DType out_dtype;  // dtype, or kFloat32 for partial results fit to be merged
@@ -95,6 +110,7 @@ struct ForwardParams {
 
 struct BackwardParams {
   Shape shape;
+  Packing packing;
   Window window;
   DType dtype;  // of every 16-bit tensor below
   float softmax_scale;
@@ -113,11 +129,12 @@ struct BackwardParams {
                     // dq is absent
 
   // Counters, zero at the start, or null: 1 for blocks, then (B, Hq, Sq / kTurnRows rounded up,
-  // warps). With them thread blocks start in order and add to dQ in order, so that its bits never
-  // change.
+  // warps), packed (Hq, Tq / kTurnRows rounded down + batch + 1, warps). With them thread blocks
+  // start in order and add to dQ in order, so that its bits never change.
   int32_t* dq_turns;
 
-  // Thread blocks that share the query heads of a group, 1 to Hq / Hk; 1 where dq_turns is given.
+  // Thread blocks that share the query heads of a group, 1 to Hq / Hk; 1 where dq_turns or packing
+  // is given.
   // With more than 1 they add up dK and dV in workspaces, zeroed by the launch: null with 1, and
   // where the gradient is absent.
   int32_t splits;

@@ -22,7 +22,6 @@ REFERENCE = "reference"
 SMEM_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 LEAST_SMEM_KIB = 99
 
-NO_VARLEN = "varlen is not served on CUDA yet: no kernel of this build reads cu_seqlens"
 WORKSPACE_STEP = 16  # fp32 workspaces of gradients have rows of a multiple of this many columns
 
 
@@ -57,15 +56,21 @@ class Kernel:
     smem_bytes: int
     deterministic: bool  # backward: gradients can be bit-equal from run to run
     splits_groups: bool  # backward: thread blocks can share the query heads of a group
+    packed: bool  # serves packed sequences
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Kernel:
-        facts = {"deterministic": True, "splits_groups": False, **row}
+        facts = {"deterministic": True, "splits_groups": False, "packed": False, **row}
         return cls(pass_=facts.pop("pass"), **facts)
+
+    @property
+    def kind(self) -> str:
+        """Features, and whether it is a lean one for packed sequences."""
+        return "packed lean" if self.packed and self.features == "lean" else self.features
 
     def __str__(self) -> str:
         return (
-            f"{self.features} kernel for head dims up to {self.head_dim}, "
+            f"{self.kind} kernel for head dims up to {self.head_dim}, "
             f"tile {self.block_m} x {self.block_n}, {self.stages} stages, {self.threads} threads, "
             f"{self.smem_bytes / 1024:.0f} KiB of shared memory"
         )
@@ -248,8 +253,6 @@ def _choose(
 ) -> Choice:
     if not kernels:
         return Choice(None, None, missing or "this build has no CUDA kernels")
-    if problem.varlen:
-        return Choice(None, None, NO_VARLEN)
     if forced.family is not None and forced.family not in families:
         return Choice(None, None, f"forced to family {forced.family}, which this build lacks")
     passes_of_family = {row.pass_ for row in kernels if row.family == forced.family}
@@ -269,7 +272,7 @@ def _choose(
             passed_over = tuple(dict.fromkeys(refused))
             split = _split(row, problem, hardware.multiprocessors)
             return Choice(row.family, row, f"{row}; {why}", passed_over, *split)
-        refused.append(f"{row.family}, head dims up to {row.head_dim}, {row.features}: {reason}")
+        refused.append(f"{row.family}, head dims up to {row.head_dim}, {row.kind}: {reason}")
     if not rows:
         reason = f"no kernel for {dtype} is compiled"
     elif max(problem.D, problem.Dv) > max(row.head_dim for row in rows):
@@ -287,6 +290,8 @@ def _unfit(row: Kernel, problem: Problem, smem_limit: int) -> str | None:
     head_dim = max(problem.D, problem.Dv)
     if head_dim > row.head_dim:
         return f"the head dim is {head_dim}"
+    if problem.varlen and not row.packed:
+        return "does not read packed sequences"
     if problem.modifiers and row.features != "full":
         return f"does not serve {', '.join(problem.modifiers)}"
     if row.pass_ == "backward" and problem.deterministic and not row.deterministic:
@@ -310,6 +315,8 @@ def _split(row: Kernel, problem: Problem, multiprocessors: int | None) -> tuple[
     One block walks over all heads of a group. Where that makes less than two blocks for each
     multiprocessor, the heads are dealt out to as many more as are needed, at most one a head.
     """
+    if problem.varlen:  # the lengths, and so the blocks, are known to the device alone
+        return 1, ""
     blocks = -(-problem.Sk // row.block_n) * problem.Hk * problem.B
     group = problem.Hq // problem.Hk
     if not row.splits_groups or blocks == 0 or group <= 1:

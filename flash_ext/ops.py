@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flash_ext import build, dispatch, reference
+from flash_ext import build, dispatch, operands, reference
 from flash_ext.dispatch import Hardware, Kernel, Plan
-from flash_ext.philox import drop_threshold
 from flash_ext.problem import Problem, check_inputs, check_out_dtype, is_broadcast, of_tensors
 
 # What both operators take after their tensors. Arguments that are left at their defaults cost no
@@ -42,9 +41,6 @@ _BACKWARD = (  # want: which of dq, dk, dv, dbias and dsinks
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # one that is not wanted: shape (0,)
 Operators = tuple[torch._ops.OpOverload, torch._ops.OpOverload]  # of both passes
-ALIGNMENT = 16  # bytes: kernels read rows in pieces of this size
-HEAD_DIM_STEP = 8  # kernels read head dims that are multiples of this
-TURN_ROWS = 128  # in a deterministic pass a block adds to this many rows in one turn
 MOST_LAUNCHES = 4096
 
 
@@ -126,7 +122,7 @@ def launch_of(
             lse_shape=tuple(lse.shape),
             lse_stride=lse.stride(),
             default_scale=problem.D**-0.5,
-            in_place=all(_has_readable_layout(x, bhsd=flags[-1]) for x in (q, k, v)),
+            in_place=all(operands.has_readable_layout(x, bhsd=flags[-1]) for x in (q, k, v)),
         )
         if len(_launches) >= MOST_LAUNCHES:
             _launches.clear()
@@ -198,13 +194,13 @@ def _forward_cuda(
     if softmax_scale is None:
         softmax_scale = launch.default_scale
     wide = out
-    if not launch.in_place or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        q, k, v = (_readable(x, bhsd) for x in (q, k, v))
+    if not launch.in_place or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % operands.ALIGNMENT:
+        q, k, v = (operands.readable(x, bhsd) for x in (q, k, v))
         if v.shape[-1] != out.shape[-1]:
             wide = out.new_empty((*out.shape[:-1], v.shape[-1]))
     launch.extension.forward(
         kernel.index, q, k, v, wide, lse, sinks, softmax_scale, window_left, window_right, bhsd,
-        _modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed),
+        operands.modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed), None,
     )  # fmt: skip
     if wide is not out:
         out.copy_(wide[..., : out.shape[-1]])
@@ -251,136 +247,44 @@ def _backward_cuda(
     kernel = launch.backward or launch.plan.kernel("backward")  # raises
     want_dq, want_dk, want_dv, want_dbias, want_dsinks = want
     D, Dv = q.shape[-1], v.shape[-1]
-    q, k, v, out, dout = (_readable(x.to(q.dtype), bhsd) for x in (q, k, v, out, dout))
+    q, k, v, out, dout = (operands.readable(x.to(q.dtype), bhsd) for x in (q, k, v, out, dout))
     lse = lse.contiguous()
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous()
     delta = torch.empty_like(lse)
     problem, splits = launch.plan.problem, launch.plan.backward.splits
     keys = (problem.B, problem.Hk, problem.Sk)
-    dq_accum = _workspace(lse, lse.shape, D) if want_dq else None
-    dk_accum = _workspace(lse, keys, D) if want_dk and splits > 1 else None
-    dv_accum = _workspace(lse, keys, Dv) if want_dv and splits > 1 else None
-    dq_turns = _dq_turns(kernel, lse) if want_dq and deterministic else None
+    dq_accum = operands.workspace(lse, lse.shape, D) if want_dq else None
+    dk_accum = operands.workspace(lse, keys, D) if want_dk and splits > 1 else None
+    dv_accum = operands.workspace(lse, keys, Dv) if want_dv and splits > 1 else None
+    dq_turns = None
+    if want_dq and deterministic:
+        dq_turns = operands.dq_turns(kernel, lse, -(-problem.Sq // operands.TURN_ROWS))
     dq = q.new_empty(q.shape) if want_dq else None
     dk = k.new_empty(k.shape) if want_dk else None
     dv = v.new_empty(v.shape) if want_dv else None
     dbias = None
     if want_dbias and attn_bias is not None:
-        dbias = _bias_gradient(attn_bias, problem, deterministic)
+        added_up = is_broadcast(attn_bias, problem.table)
+        dbias = operands.bias_gradient(attn_bias, added_up, deterministic, problem.table)
     if softmax_scale is None:
         softmax_scale = launch.default_scale
     launch.extension.backward(
         kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
         softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, dv_accum,
-        _modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed), dbias,
+        operands.modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed), dbias, None,
     )  # fmt: skip
     return (
-        _absent(q) if dq is None else dq[..., :D].contiguous(),
-        _absent(q) if dk is None else dk[..., :D].contiguous(),
-        _absent(q) if dv is None else dv[..., :Dv].contiguous(),
-        _absent(q)
+        operands.absent(q) if dq is None else dq[..., :D].contiguous(),
+        operands.absent(q) if dk is None else dk[..., :D].contiguous(),
+        operands.absent(q) if dv is None else dv[..., :Dv].contiguous(),
+        operands.absent(q)
         if dbias is None or attn_bias is None
         else dbias.view(attn_bias.shape).to(attn_bias.dtype),
-        _sink_gradient(sinks, lse, delta) if sinks is not None and want_dsinks else _absent(q),
+        operands.sink_gradient(sinks, lse, delta)
+        if sinks is not None and want_dsinks
+        else operands.absent(q),
     )
-
-
-def _modifiers(
-    softcap: float,
-    dropout_p: float,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-) -> tuple[float, Tensor | None, Tensor | None, int, Tensor | None] | None:
-    """What only kernels with all features take; None where nothing is asked of them."""
-    if softcap == 0.0 and dropout_p == 0.0 and attn_bias is None and alibi_slopes is None:
-        return None
-    if dropout_p > 0.0 and seed is None:
-        raise ValueError(f"seed is None, but dropout_p is {dropout_p}: a seed is needed")
-    return (
-        softcap,
-        None if alibi_slopes is None else alibi_slopes.contiguous(),
-        None if attn_bias is None else _rank_4(attn_bias).to(_bias_dtype(attn_bias)),
-        drop_threshold(dropout_p),
-        None if seed is None else seed.reshape(1),
-    )
-
-
-def _rank_4(attn_bias: Tensor) -> Tensor:
-    return attn_bias[(None,) * (4 - attn_bias.dim())]
-
-
-def _bias_dtype(attn_bias: Tensor) -> torch.dtype:
-    """The dtype that kernels read a bias in."""
-    return torch.float32 if attn_bias.dtype == torch.float64 else attn_bias.dtype
-
-
-def _bias_gradient(attn_bias: Tensor, problem: Problem, deterministic: bool) -> Tensor:
-    """Zeros of rank 4 for a gradient: fp32 where it is added up over broadcast dims."""
-    added_up = is_broadcast(attn_bias, problem.table)
-    if added_up and deterministic:
-        raise NotImplementedError(
-            "the backward pass is not served: deterministic=True with the gradient of an attn_bias "
-            f"{tuple(attn_bias.shape)} broadcast to {problem.table}: its sum has no fixed order"
-        )
-    dtype = torch.float32 if added_up else _bias_dtype(attn_bias)
-    return attn_bias.new_zeros(_rank_4(attn_bias).shape, dtype=dtype)
-
-
-def _has_readable_layout(x: Tensor, bhsd: bool) -> bool:
-    """Whether kernels can read x at its strides: unit last one, rows at multiples of 16 bytes,
-    each in a place of its own."""
-    step = ALIGNMENT // x.element_size()
-    sizes, strides = x.shape[:-1], x.stride()
-    sequence = 2 if bhsd else 1
-    return (
-        (strides[sequence] != 0 or sizes[sequence] == 1)
-        and x.shape[-1] % step == 0
-        and strides[-1] == 1
-        and all(
-            stride % step == 0 for size, stride in zip(sizes, strides, strict=False) if size > 1
-        )
-    )
-
-
-def _readable(x: Tensor, bhsd: bool) -> Tensor:
-    """x itself if kernels can read it in place, else one copy with the head dim zero-padded."""
-    if _has_readable_layout(x, bhsd) and x.data_ptr() % ALIGNMENT == 0:
-        return x
-    D = x.shape[-1]
-    wide = x.new_zeros((*x.shape[:-1], _rounded_up(D, HEAD_DIM_STEP)))
-    wide[..., :D].copy_(x)
-    return wide
-
-
-def _rounded_up(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
-def _workspace(lse: Tensor, rows: Sequence[int], columns: int) -> Tensor:
-    """Uninitialised fp32 (*rows, columns rounded up): thread blocks add up a gradient in it."""
-    return lse.new_empty((*rows, _rounded_up(columns, dispatch.WORKSPACE_STEP)))
-
-
-def _dq_turns(kernel: Kernel, lse: Tensor) -> Tensor:
-    """Counters, zero, that make thread blocks start and add to dQ in a fixed order: one for the
-    blocks, then (B, Hq, turns, warps)."""
-    turns = -(-lse.shape[-1] // TURN_ROWS)
-    counters = lse.shape[0] * lse.shape[1] * turns * (kernel.threads // 32)
-    return lse.new_zeros(1 + counters, dtype=torch.int32)
-
-
-def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink has weight exp(sink - lse) in each row and no value, so its dP is 0: (Hq,)."""
-    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    rows = torch.where(lse == float("-inf"), 0.0, -weight * delta)
-    return rows.sum((0, 2)).to(sinks.dtype)
-
-
-def _absent(q: Tensor) -> Tensor:
-    """In place of a gradient that nobody asked for."""
-    return q.new_empty(0)
 
 
 # CPU
@@ -445,7 +349,7 @@ def _backward_fake(*args: Any) -> Gradients:
 def empty_gradients(q: Tensor, inputs: Iterable[Tensor | None], want: Sequence[bool]) -> Gradients:
     """Uninitialised gradients of q, k, v, attn_bias and sinks, those that are wanted."""
     dq, dk, dv, dbias, dsinks = (
-        x.new_empty(x.shape) if x is not None and wanted else _absent(q)
+        x.new_empty(x.shape) if x is not None and wanted else operands.absent(q)
         for x, wanted in zip(inputs, want, strict=True)
     )
     return dq, dk, dv, dbias, dsinks

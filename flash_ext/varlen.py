@@ -76,15 +76,20 @@ def attention_varlen(
 
     The algorithm is that of `attention`: FlashAttention-2 (Dao, arXiv:2307.08691, section 3.1,
     algorithms 1 and 2) on each sequence. CPU tensors run it in PyTorch operations, and the lengths
-    are checked on each call. On CUDA no kernel reads packed sequences yet.
+    are checked on each call. CUDA tensors run it in the generic kernels, which read the lengths on
+    the device: nothing waits for them, and a replayed CUDA graph takes the lengths that it finds.
+    Wrong ones lead to wrong results there, never to memory outside the tensors.
 
-    Extra memory is linear in the number of rows: lse, fp32 (Hq, Tq), and, while a pass runs, what
-    `attention` takes for the longest run of neighbours of equal lengths, its results included. The
-    gradient of a bias takes up to three tables of the bias's size in fp32.
+    Extra memory is linear in the number of rows: lse, fp32 (Hq, Tq), and, while a pass runs, on the
+    CPU what `attention` takes for the longest run of neighbours of equal lengths, its results
+    included, and on CUDA in the backward pass fp32 (Hq, Tq, D + 1), with `deterministic` also a few
+    counters for each 128 rows. The gradient of a bias takes up to three tables of the bias's size
+    in fp32.
 
     Args:
-        q: (Tq, Hq, D), Tq rows of all sequences. On CPU float16, bfloat16, float32 or float64.
-            Under autocast q, k and v are cast to its dtype. Any strides.
+        q: (Tq, Hq, D), Tq rows of all sequences, fewer than 2^29. On CUDA float16 or bfloat16, on
+            CPU also float32 and float64. Under autocast q, k and v are cast to its dtype. Any
+            strides.
         k: (Tk, Hk, D), Hq a multiple of Hk: query head h reads key head h // (Hq / Hk).
         v: (Tk, Hk, Dv).
         cu_seqlens_q: int32 (B + 1,) on the device of q: sequence b has the rows from
@@ -111,7 +116,8 @@ def attention_varlen(
             depends on (seed, sequence and head, row and column within the sequence) only: the same
             seed drops the same of sequence b as `attention` does of batch entry b.
         deterministic: True gives bit-equal gradients from run to run; None follows
-            `torch.are_deterministic_algorithms_enabled()`.
+            `torch.are_deterministic_algorithms_enabled()`. On CUDA not together with the gradient
+            of an attn_bias that is broadcast.
         return_lse: also return the log-sum-exp of each row's scores.
         out_dtype: of out: None is q's; float32 keeps partial results exact enough for `merge`.
 
@@ -127,8 +133,8 @@ def attention_varlen(
             only from their values: it is checked on the CPU always, on CUDA where the environment
             variable FLASH_EXT_CHECK was 1 when the package was imported, at the price of waiting
             for the device.
-        NotImplementedError: tensors on CUDA, where varlen is not served yet; with the reasons that
-            `explain` gives.
+        NotImplementedError: a combination that no compiled kernel serves, such as a deterministic
+            gradient of a broadcast attn_bias; with the reasons that `explain` gives.
     """
     interface.check_tensors(q, k, v)
     packing = varlen_problem.packing_of(

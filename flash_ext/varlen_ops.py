@@ -1,8 +1,8 @@
 """The private operators flash_ext::varlen_forward and flash_ext::varlen_backward.
 
 As their dense twins in `ops.py` they have a CPU, a CUDA and a fake implementation, check their
-tensors wherever a call lands, and are pure functions of their arguments. No CUDA kernel reads
-packed sequences yet: there they raise what `explain` gives as the reason.
+tensors wherever a call lands, and are pure functions of their arguments. To the CUDA kernels packed
+tensors are one batch entry, and the offsets say which of its rows are a sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext import ops, varlen_problem, varlen_reference
+from flash_ext import build, dispatch, operands, ops, varlen_problem, varlen_reference
 from flash_ext.dispatch import Plan
 from flash_ext.problem import check_out_dtype
 from flash_ext.varlen_problem import Packing, check_inputs, read_sequences
@@ -86,21 +86,157 @@ def _backward_cpu(*args: Any) -> ops.Gradients:
 # CUDA
 
 
+def _launch_of(named: dict[str, Any], packing: Packing) -> ops.Launch:
+    """The Launch of checked arguments, found once per combination of their facts.
+
+    With FLASH_EXT_CHECK=1 the sequences are checked on each call, which waits for the device.
+    """
+    flags = tuple(named.get(name) for name in _FLAGS)
+    tensors = (*(named[name] for name in _TENSORS), *packing[:4])
+    facts = tuple(
+        x is None or (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors
+    )
+    hints = tuple(x is None or x >= 0 for x in packing[4:])
+    key = (facts, hints, flags, dispatch.in_force)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _new_launch(named, packing)
+        if len(_launches) >= ops.MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    if varlen_problem.CHECK:
+        read_sequences(named["q"], named["k"], named["attn_bias"], packing)
+    return launch
+
+
+def _new_launch(named: dict[str, Any], packing: Packing) -> ops.Launch:
+    plan = _plan(named, packing)
+    problem = plan.problem
+    like = named["q"].new_empty(0, device="meta")
+    out = like.new_empty((problem.Sq, problem.Hq, problem.Dv))
+    lse = like.new_empty((problem.Hq, problem.Sq))
+    return ops.Launch(
+        plan=plan,
+        extension=build.extension(),
+        forward=plan.forward.kernel,
+        backward=plan.backward.kernel,
+        out_shape=tuple(out.shape),
+        out_stride=out.stride(),
+        lse_shape=tuple(lse.shape),
+        lse_stride=lse.stride(),
+        default_scale=problem.D**-0.5,
+        in_place=False,  # asked tensor by tensor
+    )
+
+
+_launches: dict[tuple[Any, ...], ops.Launch] = {}
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """(T, H, D) as the one batch entry that kernels take, in memory that they can read."""
+    return operands.readable(x.unsqueeze(0), bhsd=False)
+
+
+def _settings(named: dict[str, Any], launch: ops.Launch) -> tuple[float, int, int, bool]:
+    """Scale, window and layout as the extension takes them."""
+    scale = named["softmax_scale"]
+    scale = launch.default_scale if scale is None else scale
+    return scale, named["window_left"], named["window_right"], False
+
+
+def _modifiers(named: dict[str, Any]) -> operands.Modifiers | None:
+    names = ("softcap", "dropout_p", "attn_bias", "alibi_slopes", "seed")
+    return operands.modifiers(*(named[name] for name in names))
+
+
+def _offsets(packing: Packing) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else x.contiguous() for x in packing[:4])
+
+
 def _forward_cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    return _refuse(forward, args, "forward")
+    """out and lse by a kernel. No workspace; inputs that it cannot read in place are copied."""
+    named, packing = _call(forward, args)
+    launch = _launch_of(named, packing)
+    kernel = launch.kernel_for(named["deterministic"])
+    out, lse = launch.new_results(named["q"], named["out_dtype"])
+    q, k, v = (_as_batch(named[name]) for name in ("q", "k", "v"))
+    sinks = named["sinks"]
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    wide = out if v.shape[-1] == out.shape[-1] else out.new_empty((*out.shape[:-1], v.shape[-1]))
+    launch.extension.forward(
+        kernel.index, q, k, v, wide.unsqueeze(0), lse.unsqueeze(0), sinks,
+        *_settings(named, launch), _modifiers(named), _offsets(packing),
+    )  # fmt: skip
+    if wide is not out:
+        out.copy_(wide[..., : out.shape[-1]])
+    return out, lse
 
 
 def _backward_cuda(*args: Any) -> ops.Gradients:
-    return _refuse(backward, args, "backward")
+    """Gradients by a kernel.
+
+    Workspace in fp32: delta (Hq, Tq) and, where dq is wanted, dQ (Hq, Tq, D rounded up to 16). With
+    `deterministic` counters, int32 (1 + Hq * (Tq / 128 + B + 1) * warps,), and copies of the
+    offsets. The gradient of a broadcast 16-bit or fp64 attn_bias is added up in fp32 in the shape
+    of attn_bias. Tensors that kernels cannot read in place are copied.
+
+    Raises:
+        NotImplementedError: a deterministic gradient of a broadcast attn_bias.
+    """
+    named, packing = _call(backward, args)
+    deterministic = bool(named["deterministic"])
+    launch = _launch_of(named | {"deterministic": deterministic}, packing)
+    kernel = launch.backward or launch.plan.kernel("backward")  # raises
+    problem = launch.plan.problem
+    want_dq, want_dk, want_dv, want_dbias, want_dsinks = named["want"]
+    like, sinks, attn_bias = named["q"], named["sinks"], named["attn_bias"]
+    q, k, v, out, dout = (
+        _as_batch(named[name].to(like.dtype)) for name in ("q", "k", "v", "out", "dout")
+    )
+    lse, dlse = named["lse"].contiguous().unsqueeze(0), named["dlse"]
+    if dlse is not None:
+        dlse = dlse.to(torch.float32).contiguous().unsqueeze(0)
+    delta = torch.empty_like(lse)
+    dq_accum = operands.workspace(lse, lse.shape, problem.D) if want_dq else None
+    dq, dk, dv = (
+        x.new_empty(x.shape) if wanted else None
+        for x, wanted in ((q, want_dq), (k, want_dk), (v, want_dv))
+    )
+    dq_turns = None
+    if want_dq and deterministic:
+        turns = problem.Sq // operands.TURN_ROWS + problem.B + 1
+        dq_turns = operands.dq_turns(kernel, lse, turns)
+        packing = _rising(packing)
+    dbias = None
+    if want_dbias and attn_bias is not None:
+        added_up = varlen_problem.is_broadcast(attn_bias, problem.B, problem.Hq)
+        table = (problem.B, problem.Hq, "max Sq", "max Sk")
+        dbias = operands.bias_gradient(attn_bias, added_up, deterministic, table)
+    launch.extension.backward(
+        kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
+        *_settings(named, launch), dq_turns, 1, None, None,
+        _modifiers(named), dbias, _offsets(packing),
+    )  # fmt: skip
+    absent = operands.absent(like)
+    return (
+        absent if dq is None else dq[0, ..., : problem.D].contiguous(),
+        absent if dk is None else dk[0, ..., : problem.D].contiguous(),
+        absent if dv is None else dv[0, ..., : problem.Dv].contiguous(),
+        absent if dbias is None else dbias.view(attn_bias.shape).to(attn_bias.dtype),
+        operands.sink_gradient(sinks, lse[0], delta[0])
+        if sinks is not None and want_dsinks
+        else absent,
+    )
 
 
-def _refuse(operator: torch._ops.OpOverload, args: Sequence[Any], pass_: str) -> Any:
-    """Checks what was given, the sequences too with FLASH_EXT_CHECK=1, and says why not."""
-    named, packing = _call(operator, args)
-    plan = _plan(named, packing)
-    if varlen_problem.CHECK:
-        read_sequences(named["q"], named["k"], named["attn_bias"], packing)
-    return plan.kernel(pass_)  # raises
+def _rising(packing: Packing) -> Packing:
+    """Offsets that never fall. Thread blocks that take turns wait for those of the same sequence:
+    where offsets fall, some of these would not exist."""
+    return packing._replace(
+        cu_seqlens_q=torch.cummax(packing.cu_seqlens_q, 0).values,
+        cu_seqlens_k=torch.cummax(packing.cu_seqlens_k, 0).values,
+    )
 
 
 # Fake: shapes, strides and dtypes

@@ -159,6 +159,12 @@ def _check_bias(attn_bias: Tensor, device: torch.device, B: int, Hq: int) -> Non
         )
 
 
+def is_broadcast(attn_bias: Tensor, B: int, Hq: int) -> bool:
+    """Whether an element of a checked bias may be added to more than one score."""
+    shape = (1,) * (4 - attn_bias.dim()) + tuple(attn_bias.shape)
+    return shape[:2] != (B, Hq) or 1 in shape[2:]
+
+
 def of_tensors(
     packing: Packing,
     q: Tensor,
@@ -194,6 +200,11 @@ def of_tensors(
         modifiers=problem.modifiers_of(softcap, alibi_slopes, attn_bias, dropout_p),
         deterministic=deterministic,
         varlen=True,
+        sums_dbias=(
+            attn_bias is not None
+            and attn_bias.requires_grad
+            and is_broadcast(attn_bias, B=sizes[0], Hq=sizes[3])
+        ),
     )
 
 

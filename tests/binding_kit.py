@@ -72,6 +72,7 @@ def make(
         "window": (-1, -1),
         "bhsd": False,
         "modifiers": None,
+        "packing": None,
     }
     if which == "forward":
         return call | {"sinks": None}
@@ -127,6 +128,7 @@ def run(which: str, call: Arguments, module: ModuleType = _C) -> None:
     rest += [call["modifiers"]]
     if which == "backward":
         rest += [call["dbias"]]
+    rest += [call["packing"]]
     getattr(module, which)(call["kernel"], *tensors, *rest)
 
 

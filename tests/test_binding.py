@@ -35,7 +35,7 @@ from binding_kit import (
 )
 from torch._subclasses import FakeTensorMode
 
-from flash_ext import ops
+from flash_ext import operands
 
 _C = pytest.importorskip("flash_ext._C", reason="flash_ext is installed without compiled kernels")
 
@@ -78,7 +78,7 @@ def test_imports_without_torch() -> None:
         assert module.kernels() and module.build_info()["version"]
         try:
             row = next(r["index"] for r in module.kernels() if r["pass"] == "forward")
-            module.forward(row, *[None] * 6, 1.0, -1, -1, False, None)
+            module.forward(row, *[None] * 6, 1.0, -1, -1, False, None, None)
         except ModuleNotFoundError as error:
             print("refused:", error)
     """
@@ -206,7 +206,7 @@ def test_turns_fit_the_kernel(forged: tuple[ModuleType, Forgery]) -> None:
         run("backward", call | {"dq_turns": torch.zeros(1, dtype=torch.int32)}, forged[0])
     row = _C.kernels()[call["kernel"]]
     B, Hq, Sq = call["lse"].shape
-    counters = 1 + B * Hq * -(-Sq // ops.TURN_ROWS) * (row["threads"] // 32)
+    counters = 1 + B * Hq * -(-Sq // operands.TURN_ROWS) * (row["threads"] // 32)
     with pytest.raises(TypeError, match="^dq_turns: dtype int32 was expected"):
         run("backward", call | {"dq_turns": torch.zeros(counters)}, forged[0])
 
@@ -289,6 +289,68 @@ def test_lean_kernels_take_no_modifiers(forged: tuple[ModuleType, Forgery], whic
     with pytest.raises(TypeError, match="^modifiers: None or a tuple of 5 was expected, got list"):
         wrong = {"modifiers": [], "kernel": find_kernel(which, features="full")}
         run(which, make(which) | wrong, forged[0])
+
+
+OFFSETS = torch.tensor([0, 3, 24], dtype=torch.int32)
+USED = torch.zeros(2, dtype=torch.int32)
+BAD_PACKINGS: list[tuple[object, type[Exception], str]] = [
+    ([OFFSETS] * 4, TypeError, "^packing: None or a tuple of 4 was expected, got list$"),
+    ((OFFSETS,) * 3, TypeError, "^packing: None or a tuple of 4 was expected, got tuple$"),
+    ((OFFSETS.long(), OFFSETS, None, None), TypeError, "^cu_seqlens_q: dtype int32 was expected"),
+    ((None, OFFSETS, None, None), TypeError, r"^cu_seqlens_q: a torch\.Tensor was expected"),
+    ((OFFSETS, None, None, None), TypeError, r"^cu_seqlens_k: .*torch\.Tensor was expected"),
+    ((OFFSETS[None], OFFSETS, None, None), ValueError, "^cu_seqlens_q: rank 1 was expected"),
+    ((OFFSETS[:0], OFFSETS[:0], None, None), ValueError, r"^cu_seqlens_q: shape \(B \+ 1,\) was"),
+    ((OFFSETS, OFFSETS[1:], None, None), ValueError, r"^cu_seqlens_k: shape \(3,\) was expected"),
+    ((OFFSETS, OFFSETS, OFFSETS, None), ValueError, r"^seqused_q: shape \(2,\) was expected"),
+    ((OFFSETS, OFFSETS, None, USED.long()), TypeError, "^seqused_k: dtype int32 was expected"),
+    (
+        (OFFSETS, OFFSETS.repeat_interleave(2)[::2], None, None),
+        ValueError,
+        "^cu_seqlens_k: a contiguous tensor was expected",
+    ),
+]
+
+
+def packed_kernel(which: str) -> int:
+    rows = (r for r in _C.kernels() if (r["pass"], r["dtype"]) == (which, "bfloat16"))
+    return next(int(r["index"]) for r in rows if r["packed"] and r["head_dim"] >= 64)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("packing", "error", "says"), BAD_PACKINGS)
+def test_bad_packing_is_named(
+    forged: tuple[ModuleType, Forgery],
+    which: str,
+    packing: object,
+    error: type[Exception],
+    says: str,
+) -> None:
+    call = make(which, B=1) | {"kernel": packed_kernel(which), "packing": packing}
+    with pytest.raises(error, match=says):
+        run(which, call, forged[0])
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_packed_sequences_are_one_batch_entry(
+    forged: tuple[ModuleType, Forgery], which: str
+) -> None:
+    packing = {"packing": (OFFSETS, OFFSETS, None, None)}
+    with pytest.raises(ValueError, match=r"^packing: None but for q, k and v \(1, T, H, D\)"):
+        run(which, make(which) | packing | {"kernel": packed_kernel(which)}, forged[0])
+    with pytest.raises(ValueError, match="^packing: None for a kernel that reads no packed seq"):
+        run(which, make(which, B=1) | packing, forged[0])
+
+
+def test_packed_turns_fit_the_sequences(forged: tuple[ModuleType, Forgery]) -> None:
+    call = make("backward", B=1) | {"kernel": packed_kernel("backward")}
+    call |= {"packing": (OFFSETS, OFFSETS, None, None)}
+    warps = _C.kernels()[call["kernel"]]["threads"] // 32
+    says = rf"^dq_turns: shape \({1 + 4 * (24 // 128 + 2 + 1) * warps},\) was expected"
+    with pytest.raises(ValueError, match=says):
+        run("backward", call | {"dq_turns": torch.zeros(1, dtype=torch.int32)}, forged[0])
+    with pytest.raises(ValueError, match="^splits: 1 to 1 was expected, got 2$"):
+        run("backward", call | split(call, 2), forged[0])
 
 
 BIAS = torch.zeros(2, 4, 24, 40, dtype=BF16)

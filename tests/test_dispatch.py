@@ -117,6 +117,31 @@ def test_modifiers_need_all_features(modifier: str) -> None:
         plan(modifiers=(modifier,), D=128).kernel("forward")
 
 
+def test_packed_sequences_need_a_kernel_that_reads_them() -> None:
+    with pytest.raises(NotImplementedError, match="does not read packed sequences"):
+        plan(varlen=True).kernel("forward")
+    rows = [
+        {**item, "packed": packed, "index": 2 * index + packed}
+        for index, item in enumerate(ROWS)
+        for packed in ((False, True) if item["family"] == "sm80" else (False,))
+    ]
+    kernels = [Kernel.of(item) for item in rows]
+    hardware = replace(Hardware.absent(HOPPER), multiprocessors=132)
+    asked = replace(PROBLEM, varlen=True, Hk=1)
+    found = dispatch.plan(asked, kernels, ARCHS, hardware)
+    for choice in (found.forward, found.backward):
+        assert choice.kernel is not None
+        assert choice.kernel.packed
+        assert choice.reason.startswith("packed lean kernel")
+        assert any(reason.startswith("sm90") for reason in choice.refused)
+    assert found.backward.splits == 1
+    dense = dispatch.plan(
+        replace(asked, varlen=False), kernels, ARCHS, hardware, Forced(family="sm80")
+    )
+    assert not dense.kernel("forward").packed
+    assert dense.backward.splits > 1
+
+
 def test_sums_of_bias_gradients_have_no_fixed_order() -> None:
     asked: dict[str, Any] = {"modifiers": ("attn_bias",), "sums_dbias": True}
     assert plan(**asked).kernel("backward").index == 7

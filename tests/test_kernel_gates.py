@@ -131,6 +131,7 @@ ROW = {
     "dtype": "float16",
     "head_dim": 64,
     "features": "lean",
+    "packed": False,
     "block_m": 128,
     "block_n": 64,
     "threads": 128,
@@ -246,13 +247,15 @@ def test_rows_name_their_kernel() -> None:
         assert not gates.implements({**ROW, **change}, KERNEL)
 
 
-def test_features_are_the_last_number_of_a_configuration() -> None:
+def test_features_are_the_last_numbers_of_a_configuration() -> None:
     tile = "Li64ELi128ELi64E"
     assert tile in KERNEL
-    for number, features in enumerate(("lean", "full")):
-        kernel = KERNEL.replace(tile, f"{tile}Li4ELi2ELb{number}E")
-        assert gates.implements({**ROW, "features": features}, kernel)
-        assert not gates.implements({**ROW, "features": ("full", "lean")[number]}, kernel)
+    kinds = {"Lb0ELb0E": ("lean", False), "Lb0ELb1E": ("lean", True), "Lb1ELb1E": ("full", True)}
+    for numbers, kind in kinds.items():
+        kernel = KERNEL.replace(tile, f"{tile}Li4ELi2E{numbers}")
+        for features, packed in kinds.values():
+            row = {**ROW, "features": features, "packed": packed}
+            assert gates.implements(row, kernel) == (kind == (features, packed))
 
 
 @pytest.mark.parametrize(

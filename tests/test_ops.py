@@ -35,6 +35,7 @@ class FakeExtension:
     def forward(
         self, kernel: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         sinks: Tensor | None, scale: float, left: int, right: int, bhsd: bool, modifiers: Modifiers,
+        packing: None,
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "out": out, "sinks": sinks}
         self.last |= {"modifiers": modifiers}
@@ -50,7 +51,7 @@ class FakeExtension:
         out: Tensor, lse: Tensor, delta: Tensor, dq_accum: Tensor | None, dq: Tensor | None,
         dk: Tensor | None, dv: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
         dq_turns: Tensor | None, splits: int, dk_accum: Tensor | None, dv_accum: Tensor | None,
-        modifiers: Modifiers, dbias: Tensor | None,
+        modifiers: Modifiers, dbias: Tensor | None, packing: None,
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "dq_accum": dq_accum, "dout": dout}
         self.last |= {"dq_turns": dq_turns, "dq": dq, "dk": dk, "dv": dv}

@@ -369,18 +369,6 @@ def test_parts_merge() -> None:
     torch.testing.assert_close(lse, expected_lse)
 
 
-@pytest.mark.gpu
-def test_cuda_says_why_not() -> None:
-    """No kernel reads packed sequences yet: an error with the reason that explain gives."""
-    packed = pack(MIXED, Case(dtype=torch.bfloat16), "cuda")
-    plan = flash_ext.explain(**packed.leaves, **packed.others)
-    if plan.family is not None:
-        pytest.skip("served")
-    with pytest.raises(NotImplementedError) as caught:
-        packed.run()
-    assert plan.forward.reason in str(caught.value)
-
-
 def test_kit_has_something_to_hold() -> None:
     """The dense calls differ from sequence to sequence, and rows of each kind exist."""
     packed: Packed = pack(USED, EVERYTHING)

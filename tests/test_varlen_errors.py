@@ -278,7 +278,7 @@ def test_unused_rows_need_no_maximum() -> None:
 
 @pytest.fixture
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build with a kernel, on a GPU that is not there."""
+    """A build whose one kernel reads no packed sequences, on a GPU that is not there."""
     row = {
         "family": "sm80", "pass": "forward", "dtype": "float16", "features": "full",
         "head_dim": 64, "block_m": 128, "block_n": 64, "threads": 128, "stages": 2,
@@ -310,7 +310,9 @@ def on_cuda(**change: Any) -> Any:
 
 @pytest.mark.usefixtures("_hopper")
 def test_cuda_is_refused_with_a_reason() -> None:
-    message = "forward pass is not served on .* 8.0: varlen is not served on CUDA yet: no kernel"
+    message = (
+        r"forward pass is not served on .* 8.0: no compiled kernel can\n.*: does not read packed"
+    )
     with pytest.raises(NotImplementedError, match=message):
         on_cuda()
     with pytest.raises(NotImplementedError, match=r"asked for: q \(9, 4, 8\), .* 3 packed sequen"):
@@ -327,10 +329,10 @@ def test_check_finds_lies_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(varlen_problem, "CHECK", True)
     with pytest.raises(error, match=message):
         on_cuda(**change("cpu"))
-    with pytest.raises(NotImplementedError, match="varlen is not served"):
+    with pytest.raises(NotImplementedError, match="does not read packed sequences"):
         on_cuda()
     monkeypatch.setattr(varlen_problem, "CHECK", False)
-    with pytest.raises(NotImplementedError, match="varlen is not served"):
+    with pytest.raises(NotImplementedError, match="does not read packed sequences"):
         on_cuda(**change("cpu"))
 
 
@@ -347,15 +349,16 @@ def test_check_is_read_at_import(given: str) -> None:
 # explain
 
 
-def test_explain_tells_why_cuda_does_not() -> None:
+def test_explain_names_the_kernel_of_packed_sequences() -> None:
     given = {**arguments("meta"), "causal": True}
     plan = call(flash_ext.explain, given, capability=(9, 0))
-    assert plan.family is plan.backward.family is None
     assert plan.problem.varlen
     text = str(plan)
     assert "q (9, 4, 8), k (12, 2, 8), v (12, 2, 6), 3 packed sequences, float16" in text
     if ops.compiled_kernels():
-        assert text.count(dispatch.NO_VARLEN) == 2
+        assert plan.family == plan.backward.family == "sm80"
+        assert text.count("sm80: packed lean kernel") == 2
+        assert text.count("lean: does not read packed sequences") >= 2
 
 
 def test_explain_on_cpu() -> None:

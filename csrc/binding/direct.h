@@ -180,9 +180,9 @@ class DirectForward {
     const auto facts = py::reinterpret_borrow<py::tuple>(chosen);
     const py::object out = facts[2];
     const py::object lse = facts[3];
-    const ForwardCall call =
-        prepare_forward(facts[0].cast<int32_t>(), q, k, v, out, lse, py::none(),
-                        facts[1].cast<double>(), window.left, window.right, bhsd, py::none());
+    const ForwardCall call = prepare_forward(facts[0].cast<int32_t>(), q, k, v, out, lse,
+                                             py::none(), facts[1].cast<double>(), window.left,
+                                             window.right, bhsd, py::none(), py::none());
     for (const py::object& tensor : {out, lse}) {
       tensor.attr("untyped_storage")().attr("resize_")(0);
     }

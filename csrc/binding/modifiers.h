@@ -19,8 +19,13 @@ constexpr uint32_t kDropSteps = 1 << 16;  // values of the random numbers that d
 // The members of the tuple.
 enum ModifierIndex { kSoftcap, kAlibiSlopes, kAttnBias, kDropThreshold, kSeed, kModifierCount };
 
-// Shape of the table of scores.
-inline std::array<int64_t, 4> table_shape(const Shape& shape) {
+// Shape of the table of scores. Of packed sequences rows and keys are those of the longest one,
+// which the host does not know: kAny.
+using Table = std::array<int64_t, 4>;
+constexpr int64_t kAny = -1;
+
+inline Table table_of(const Shape& shape, const Packing& packing) {
+  if (packing.cu_seqlens_q != nullptr) return {packing.batch, shape.heads_q, kAny, kAny};
   return {shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k};
 }
 
@@ -32,12 +37,11 @@ inline TableView table_view(const Tensor& tensor) {
 }
 
 // A bias of rank 4, each dim that of the table or 1.
-inline Tensor read_bias(py::handle object, const Shape& shape, const Tensor& q) {
+inline Tensor read_bias(py::handle object, const Table& table, const Tensor& q) {
   const Tensor bias = read_tensor("attn_bias", object);
-  const auto table = table_shape(shape);
   bool broadcasts = bias.rank == 4;
   for (int i = 0; broadcasts && i < 4; ++i) {
-    broadcasts = bias.shape[i] == 1 || bias.shape[i] == table[i];
+    broadcasts = bias.shape[i] == 1 || bias.shape[i] == table[i] || table[i] == kAny;
   }
   if (!broadcasts) {
     fail<py::value_error>("attn_bias", tuple_text(bias.shape.data(), bias.rank),
@@ -59,7 +63,7 @@ inline bool lies_in_pairs(const TableView& view) {
 }
 
 // `object`: None, or (softcap, alibi_slopes, attn_bias, drop_threshold, seed).
-inline Modifiers read_modifiers(const Kernel& row, py::handle object, const Shape& shape,
+inline Modifiers read_modifiers(const Kernel& row, py::handle object, const Table& table,
                                 const Tensor& q) {
   Modifiers modifiers{};
   modifiers.keep_scale = 1.f;
@@ -79,14 +83,14 @@ inline Modifiers read_modifiers(const Kernel& row, py::handle object, const Shap
   if (const py::handle slopes = member(kAlibiSlopes); !slopes.is_none()) {
     if (read_tensor("alibi_slopes", slopes).rank == 2) {
       modifiers.alibi_slopes =
-          read_floats("alibi_slopes", slopes, {shape.batch, shape.heads_q}, q).floats();
-      modifiers.alibi_batch_stride = shape.heads_q;
+          read_floats("alibi_slopes", slopes, {table[0], table[1]}, q).floats();
+      modifiers.alibi_batch_stride = table[1];
     } else {
-      modifiers.alibi_slopes = read_floats("alibi_slopes", slopes, {shape.heads_q}, q).floats();
+      modifiers.alibi_slopes = read_floats("alibi_slopes", slopes, {table[1]}, q).floats();
     }
   }
   if (const py::handle bias = member(kAttnBias); !bias.is_none()) {
-    modifiers.bias = table_view(read_bias(bias, shape, q));
+    modifiers.bias = table_view(read_bias(bias, table, q));
     modifiers.bias_in_pairs = lies_in_pairs(modifiers.bias);
   }
   const auto threshold = member(kDropThreshold).cast<int64_t>();
@@ -113,20 +117,20 @@ struct BiasGradient {
 };
 
 // In the shape of the bias; float32 where it is a sum, else of the bias's dtype.
-inline BiasGradient read_bias_gradient(py::handle object, py::handle modifiers, const Shape& shape,
+inline BiasGradient read_bias_gradient(py::handle object, py::handle modifiers, const Table& table,
                                        const Tensor& q) {
   if (modifiers.is_none() || py::handle(PyTuple_GET_ITEM(modifiers.ptr(), kAttnBias)).is_none()) {
     fail<py::value_error>("dbias", "a tensor", "None without an attn_bias");
   }
-  const Tensor bias = read_bias(PyTuple_GET_ITEM(modifiers.ptr(), kAttnBias), shape, q);
+  const Tensor bias = read_bias(PyTuple_GET_ITEM(modifiers.ptr(), kAttnBias), table, q);
   if (bias.dtype == DType::kBool) {
     fail<py::value_error>("dbias", "a tensor", "None for a bool attn_bias");
   }
   const Tensor dbias = read_tensor("dbias", object);
   expect_shape(dbias, {bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]});
   bool is_sum = false;
-  const auto table = table_shape(shape);
-  for (int i = 0; i < 4; ++i) is_sum |= bias.shape[i] != table[i];
+  for (int i = 0; i < 4; ++i)
+    is_sum |= table[i] == kAny ? bias.shape[i] == 1 : bias.shape[i] != table[i];
   expect_dtype(dbias, is_sum ? DType::kFloat32 : bias.dtype);
   expect_device(dbias, q);
   expect_contiguous(dbias);

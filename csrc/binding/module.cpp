@@ -22,6 +22,7 @@ py::list kernels() {
     entry["dtype"] = dtype_name(row.dtype);
     entry["head_dim"] = row.head_dim;
     entry["features"] = features_name(row.features);
+    entry["packed"] = row.packed;
     entry["block_m"] = row.block_m;
     entry["block_n"] = row.block_n;
     entry["threads"] = row.threads;
@@ -63,17 +64,21 @@ PYBIND11_MODULE(_C, module) {
              "kernels() -> list[dict]: compiled kernels in order of preference within a pass.");
   module.def("build_info", &build_info,
              "build_info() -> dict: version, archs, nvcc, flags, head_dims, digests.");
-  module.def("forward", &forward,
-             "forward(kernel, q, k, v, out, lse, sinks, softmax_scale, window_left, window_right, "
-             "bhsd, modifiers, /) -> None: writes out and lse. modifiers: None, or (softcap, "
-             "alibi_slopes, attn_bias, drop_threshold, seed) with None for absent tensors.");
+  module.def(
+      "forward", &forward,
+      "forward(kernel, q, k, v, out, lse, sinks, softmax_scale, window_left, window_right, "
+      "bhsd, modifiers, packing, /) -> None: writes out and lse. modifiers: None, or "
+      "(softcap, alibi_slopes, attn_bias, drop_threshold, seed) with None for absent tensors. "
+      "packing: None, or (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), likewise, for "
+      "sequences that lie one behind the other in one batch entry.");
   module.def("direct_forward", &direct_forward,
              "direct_forward(questions, choose, /) -> function: the forward pass with as little "
              "host time as can be, see flash_ext/direct.py.");
   module.def("backward", &backward,
              "backward(kernel, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv, "
              "softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, "
-             "dv_accum, modifiers, dbias, /) -> None: writes the workspaces and the gradients that "
+             "dv_accum, modifiers, dbias, packing, /) -> None: writes the workspaces and the "
+             "gradients that "
              "are not None; dbias has to be zero.");
 }
 

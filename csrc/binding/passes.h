@@ -14,6 +14,7 @@
 
 #include "binding/build_info.h"
 #include "binding/modifiers.h"
+#include "binding/packing.h"
 #include "binding/tensor.h"
 #include "common/device.h"
 #include "common/error.h"
@@ -33,8 +34,8 @@ inline std::string kernel_text(int32_t index) {
   const Kernel& row = kernel(index);
   return std::string(pass_name(row.pass)) + " kernel " + std::to_string(index) + " (" + row.family +
          ", " + dtype_name(row.dtype) + ", head_dim " + std::to_string(row.head_dim) + ", " +
-         features_name(row.features) + ", " + std::to_string(row.block_m) + "x" +
-         std::to_string(row.block_n) + ")";
+         features_name(row.features) + (row.packed ? ", packed, " : ", ") +
+         std::to_string(row.block_m) + "x" + std::to_string(row.block_n) + ")";
 }
 
 inline std::string shape_text(const Shape& shape) {
@@ -179,7 +180,7 @@ inline ForwardCall prepare_forward(int32_t index, py::handle q_object, py::handl
                                    py::handle v_object, py::handle out_object,
                                    py::handle lse_object, py::handle sinks_object,
                                    double softmax_scale, int64_t window_left, int64_t window_right,
-                                   bool bhsd, py::handle modifiers) {
+                                   bool bhsd, py::handle modifiers, py::handle packing) {
   const Kernel& row = find_kernel(index, Pass::kForward);
   const Axes axes{bhsd};
   const Tensor q = read_tensor("q", q_object);
@@ -191,6 +192,7 @@ inline ForwardCall prepare_forward(int32_t index, py::handle q_object, py::handl
 
   ForwardParams params{};
   params.shape = shape;
+  params.packing = read_packing(row, packing, bhsd, shape, q);
   params.window = read_window(window_left, window_right);
   params.dtype = row.dtype;
   params.out_dtype = out.dtype == DType::kFloat32 ? DType::kFloat32 : row.dtype;
@@ -204,7 +206,8 @@ inline ForwardCall prepare_forward(int32_t index, py::handle q_object, py::handl
   if (!sinks_object.is_none()) {
     params.sinks = read_floats("sinks", sinks_object, {shape.heads_q}, q).floats();
   }
-  params.modifiers = read_modifiers(row, modifiers, shape, q);
+  params.modifiers = read_modifiers(row, modifiers, table_of(shape, params.packing), q);
+  limit_to_bias(params.packing, modifiers);
   return {index, q.device, params};
 }
 
@@ -218,9 +221,9 @@ inline void run(const ForwardCall& call) {
 
 inline void forward(int32_t index, py::handle q, py::handle k, py::handle v, py::handle out,
                     py::handle lse, py::handle sinks, double softmax_scale, int64_t window_left,
-                    int64_t window_right, bool bhsd, py::handle modifiers) {
+                    int64_t window_right, bool bhsd, py::handle modifiers, py::handle packing) {
   run(prepare_forward(index, q, k, v, out, lse, sinks, softmax_scale, window_left, window_right,
-                      bhsd, modifiers));
+                      bhsd, modifiers, packing));
 }
 
 // A gradient to write, or a null view where nobody asked for it.
@@ -257,9 +260,9 @@ inline void expect_workspace(const char* name, py::handle workspace, bool added_
   }
 }
 
-inline int32_t read_splits(const Kernel& row, int32_t splits, const Shape& shape, bool ordered) {
+inline int32_t read_splits(const Kernel& row, int32_t splits, const Shape& shape, bool whole) {
   const int32_t group = shape.heads_k == 0 ? 1 : shape.heads_q / shape.heads_k;
-  const int32_t most = row.splits_groups && !ordered ? std::max(group, 1) : 1;
+  const int32_t most = row.splits_groups && !whole ? std::max(group, 1) : 1;
   if (splits < 1 || splits > most) {
     fail<py::value_error>("splits", std::to_string(splits), "1 to " + std::to_string(most));
   }
@@ -273,7 +276,7 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
                      py::handle dv_object, double softmax_scale, int64_t window_left,
                      int64_t window_right, bool bhsd, py::handle dq_turns_object, int32_t splits,
                      py::handle dk_accum_object, py::handle dv_accum_object, py::handle modifiers,
-                     py::handle dbias_object) {
+                     py::handle dbias_object, py::handle packing) {
   const Kernel& row = find_kernel(index, Pass::kBackward);
   const Axes axes{bhsd};
   const Tensor q = read_tensor("q", q_object);
@@ -282,11 +285,14 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   const Tensor out = read_tensor("out", out_object);
   const Tensor dout = read_tensor("dout", dout_object);
   const Shape shape = read_shape(row, axes, q, k, v);
+  if (shape.batch * shape.heads_q > std::numeric_limits<int32_t>::max()) {
+    fail<py::value_error>("q", shape_text(shape), "less than 2^31 heads in all batch entries");
+  }
   for (const Tensor* tensor : {&out, &dout}) {
     axes.expect(*tensor, shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v);
   }
   const bool ordered = !dq_turns_object.is_none();
-  const bool split = read_splits(row, splits, shape, ordered) > 1;
+  const bool split = read_splits(row, splits, shape, ordered || !packing.is_none()) > 1;
   expect_workspace("dq_accum", dq_accum_object, !dq_object.is_none(), "dq is asked for");
   expect_workspace("dk_accum", dk_accum_object, split && !dk_object.is_none(),
                    "dk is asked for and splits is above 1");
@@ -295,6 +301,7 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
 
   BackwardParams params{};
   params.shape = shape;
+  params.packing = read_packing(row, packing, bhsd, shape, q);
   params.window = read_window(window_left, window_right);
   params.dtype = row.dtype;
   params.softmax_scale = static_cast<float>(softmax_scale);
@@ -315,7 +322,8 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   params.dv_accum = read_workspace("dv_accum", dv_accum_object, shape.batch, shape.heads_k,
                                    shape.seqlen_k, shape.head_dim_v, q);
   if (ordered) {
-    const int64_t turns = (shape.seqlen_q + kTurnRows - 1) / kTurnRows;
+    const int64_t turns = packing.is_none() ? (shape.seqlen_q + kTurnRows - 1) / kTurnRows
+                                            : shape.seqlen_q / kTurnRows + params.packing.batch + 1;
     const Tensor dq_turns = read_tensor("dq_turns", dq_turns_object);
     expect_shape(dq_turns, {1 + shape.batch * shape.heads_q * turns * (row.threads / 32)});
     expect_dtype(dq_turns, DType::kInt32);
@@ -328,9 +336,11 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   const Gradient dv = read_gradient("dv", dv_object, axes, row.dtype, v, q);
   params.dk = dk.view;
   params.dv = dv.view;
-  params.modifiers = read_modifiers(row, modifiers, shape, q);
+  const Table table = table_of(shape, params.packing);
+  params.modifiers = read_modifiers(row, modifiers, table, q);
+  limit_to_bias(params.packing, modifiers);
   if (!dbias_object.is_none()) {
-    const BiasGradient dbias = read_bias_gradient(dbias_object, modifiers, shape, q);
+    const BiasGradient dbias = read_bias_gradient(dbias_object, modifiers, table, q);
     params.dbias = dbias.view;
     params.dbias_is_sum = dbias.is_sum;
   }

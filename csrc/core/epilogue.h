@@ -10,11 +10,25 @@
 
 namespace flash_ext {
 
-// Row 0 of one head's (sequence, dim) matrix; elements are `bytes` wide.
+// Row `first_row` of one head's (sequence, dim) matrix; elements are `bytes` wide.
 __device__ __forceinline__ char* head_matrix(const View& view, int64_t batch, int head,
-                                             int bytes = 2) {
+                                             int first_row = 0, int bytes = 2) {
   return static_cast<char*>(view.data) +
-         (batch * view.batch_stride + head * view.head_stride) * bytes;
+         (batch * view.batch_stride + head * view.head_stride + first_row * view.seq_stride) *
+             bytes;
+}
+
+// Zeroes rows of fragments (16 kM, 8 kD) from `end` on, whatever they hold. `row` is this lane's
+// first row.
+template <int kM, int kD>
+__device__ __forceinline__ void zero_rows_from(float (&acc)[kM][kD][4], int row, int end) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int d = 0; d < kD; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (row + 16 * m + 8 * (i / 2) >= end) acc[m][d][i] = 0.f;
 }
 
 // Rounds a warp's fragments (16 kM, 8 kD) to 16 bits and puts them into rows

@@ -1,5 +1,5 @@
 // An fp32 workspace in which thread blocks add up a gradient: (B, heads, rows, columns rounded up
-// to 16). dQ is (B, Hq, Sq, D), dK (B, Hk, Sk, D) and dV (B, Hk, Sk, Dv).
+// to 16). dQ is (B, Hq, Sq, D), packed (Hq, Tq, D), dK (B, Hk, Sk, D) and dV (B, Hk, Sk, Dv).
 //
 // Rows are where one expects them; inside each block of 16 columns the order is that of the
 // accumulator fragments, so that a lane's four values of a row (core/layout.h: columns 2q, 2q+1,
@@ -26,9 +26,10 @@ class GradientWorkspace {
     return column - in_block + in_block % 8 / 2 * 4 + in_block / 8 * 2 + in_block % 2;
   }
 
-  // The matrix of one head, counted in the flat order (batch, head).
-  __device__ __forceinline__ GradientWorkspace(float* workspace, int64_t head, int rows, int cols)
-      : cols_(row_floats(cols)), rows_(rows), head_(workspace + head * rows * cols_) {}
+  // `rows` rows from `first_row` on, counted through all heads.
+  __device__ __forceinline__ GradientWorkspace(float* workspace, int64_t first_row, int rows,
+                                               int cols)
+      : cols_(row_floats(cols)), rows_(rows), first_(workspace + first_row * cols_) {}
 
   // Adds a warp's fragments (16 kM, 8 kD) whose first element has the coordinates `row` and `col`,
   // multiples of 16. kHeadDim is the class of the head dim.
@@ -36,7 +37,7 @@ class GradientWorkspace {
   __device__ __forceinline__ void add(const float (&acc)[kM][kD][4], int row, int col,
                                       int lane) const {
     row += lane / 4;
-    float* target = head_ + static_cast<int64_t>(row) * cols_ + col + lane % 4 * 4;
+    float* target = first_ + static_cast<int64_t>(row) * cols_ + col + lane % 4 * 4;
     if (cols_ == kHeadDim && row + 16 * (kM - 1) + 8 < rows_) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
@@ -67,7 +68,7 @@ class GradientWorkspace {
 
   int cols_;
   int rows_;
-  float* head_;
+  float* first_;
 };
 
 }  // namespace flash_ext

@@ -31,6 +31,9 @@ class TileLoader {
         rows_(rows),
         cols_(cols) {}
 
+  // Changes how many rows there are.
+  __device__ __forceinline__ void set_rows(int rows) { rows_ = rows; }
+
   // Enqueues the present tile, whose number is `tile`, and goes on to the next, `direction` +1, or
   // the previous, -1. The caller commits.
   __device__ __forceinline__ void load(uint32_t smem_tile, int tile, int direction = 1) {

@@ -1,6 +1,7 @@
 // Backward pass: FlashAttention-2 (Dao 2023, algorithm 2) on mma.sync, transposed.
 //
-//   one block: kBlockN keys of one key head        grid: key tiles x splits x key heads x batch
+//   one block: kBlockN keys of one key head        grid: key tiles x splits x key heads x batch,
+//                                                  packed: slots of key tiles x key heads
 //   for each query head of the group, each tile of kBlockM query rows that sees the keys:
 //       values                                     keys
 //       Sᵀ  = K Qᵀ                                 dPᵀ = V dOᵀ
@@ -27,6 +28,7 @@
 #include "core/gemm.h"
 #include "core/gradient_workspace.h"
 #include "core/mask.h"
+#include "core/packing.h"
 #include "core/scheduler.h"
 #include "core/tile_copy.h"
 #include "core/turns.h"
@@ -36,10 +38,10 @@
 
 namespace flash_ext::sm80 {
 
-// A tile of query rows of one head, the head counted in the flat order (batch, head). The walk goes
-// over `tiles` of each head in turn.
+// A tile of query rows of one head, the head counted in the flat order (batch, head), in 32 bits
+// for want of registers. The walk goes over `tiles` of each head in turn.
 struct QueryTile {
-  int64_t head;
+  int head;
   int tile;
 
   __device__ __forceinline__ QueryTile next(Range tiles) const {
@@ -57,13 +59,18 @@ template <typename Config>
 __device__ __forceinline__ Turn dq_turn(const BackwardParams& params,
                                         const typename Config::SharedStorage& smem, QueryTile at) {
   constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
-  const Shape& shape = params.shape;
+  const Shape& shape = shape_of<Config>(params, smem);
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
   const int turn = at.tile / kTurnTiles;
   const Range touched = BandMask(shape, params.window)
                             .template touched_key_tiles<Config::kBlockN>(
                                 {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
-  const int64_t counter = at.head * ceil_div(seqlen_q, kTurnRows) + turn;
+  int64_t counter;
+  if constexpr (Config::kPacked)
+    counter =
+        at.head * turns_of_head(params.shape, params.packing) + smem.sequence.turn_shift + turn;
+  else
+    counter = at.head * ceil_div(seqlen_q, kTurnRows) + turn;
   return {params.dq_turns + 1 + counter * Config::kWarps + threadIdx.x / kWarpSize,
           touched.end - 1 - BackwardPlace<Config>(smem).at.tile};
 }
@@ -94,7 +101,8 @@ __device__ __forceinline__ void add_dq_tile(const BackwardParams& params,
     gemm_columns_columns<T, NonFinite::kDrop, Config::kBlockN / 16, kDqUnroll<Config>>(
         dq, ds_columns, k_columns);
   if (begins_turn) dq_turn<Config>(params, smem, at).wait();
-  GradientWorkspace(params.dq_accum, at.head, static_cast<int>(params.shape.seqlen_q),
+  GradientWorkspace(params.dq_accum, first_table_row<Config>(params, smem, at.head),
+                    static_cast<int>(shape_of<Config>(params, smem).seqlen_q),
                     params.shape.head_dim)
       .template add<Config::kHeadDim>(dq, at.tile * Config::kBlockM + dq_row, dq_col, lane);
 }
@@ -123,12 +131,12 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   constexpr int kBlockN = Config::kBlockN;
   using QueryLoader = TileLoader<QTile, kBlockM, Config::kLoadThreads, 2>;
 
-  const Shape& shape = params.shape;
+  const Shape& shape = shape_of<Config>(params, smem);
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
   const int seqlen_k = static_cast<int>(shape.seqlen_k);
   const BackwardPlace<Config> place(smem);
   // First of the block's query heads, in the flat order (batch, head).
-  const int64_t first_head = place.at.batch * shape.heads_q + smem.first_query_head;
+  const int first_head = static_cast<int>(place.at.batch * shape.heads_q + smem.first_query_head);
   const Range keys{place.first_key, place.first_key + kBlockN};
   const BandMask mask(shape, params.window);
   const Range touching =
@@ -137,11 +145,13 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
 #pragma unroll
   for (auto& gradient : gradients) clear(gradient);
   if (touching.begin == touching.end) return;
+  if (Config::kPacked && keys.begin >= seqlen_k) return;  // keys nobody uses
 
   // K and V stay for the whole block; Q and dO tiles stream past.
   const auto load_keys = [&](char* smem_tile, const View& view, int cols) {
-    TileLoader<KTile, kBlockN, Config::kThreads>(head_matrix(view, place.at.batch, place.at.head),
-                                                 view.seq_stride, seqlen_k, cols, place.at.tile)
+    TileLoader<KTile, kBlockN, Config::kThreads>(
+        head_matrix(view, place.at.batch, place.at.head, first_row_k<Config>(smem)),
+        view.seq_stride, seqlen_k, cols, place.at.tile)
         .load(ptx::shared_address(smem_tile), place.at.tile);
   };
   load_keys(smem.k, params.k, shape.head_dim);
@@ -152,11 +162,12 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const auto loader_of_head = [&](int64_t head) {
     const int64_t batch = head / shape.heads_q;
     const int in_batch = static_cast<int>(head % shape.heads_q);
+    const int first_q = first_row_q<Config>(smem);
     return first_half
-               ? QueryLoader(head_matrix(params.q, batch, in_batch), params.q.seq_stride, seqlen_q,
-                             shape.head_dim, touching.begin)
-               : QueryLoader(head_matrix(params.dout, batch, in_batch), params.dout.seq_stride,
-                             seqlen_q, shape.head_dim_v, touching.begin);
+               ? QueryLoader(head_matrix(params.q, batch, in_batch, first_q), params.q.seq_stride,
+                             seqlen_q, shape.head_dim, touching.begin)
+               : QueryLoader(head_matrix(params.dout, batch, in_batch, first_q),
+                             params.dout.seq_stride, seqlen_q, shape.head_dim_v, touching.begin);
   };
   QueryLoader loader = loader_of_head(first_head);
   const auto load_queries = [&](QueryTile at, int stage) {
@@ -166,7 +177,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
       const int row = at.tile * kBlockM + thread;
       ptx::cp_async_4(
           ptx::shared_address(first_half ? &smem.lse[stage][thread] : &smem.delta[stage][thread]),
-          (first_half ? params.lse : params.delta) + at.head * shape.seqlen_q + row,
+          (first_half ? params.lse : params.delta) +
+              first_table_row<Config>(params, smem, at.head) + row,
           row < seqlen_q ? sizeof(float) : 0);
     }
     ptx::cp_async_commit();
@@ -199,7 +211,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     ptx::cp_async_wait<0>();
     __syncthreads();  // this tile and the previous dSᵀ are there, and the other stage is free
     const QueryTile next = at.next(touching);
-    const bool masked = !sees_whole<Config>(shape, params.window, smem, at.tile);
+    const bool masked =
+        !sees_whole<Config>(shape_of<Config>(params, smem), params.window, smem, at.tile);
     if (Config::kStages == 2 && step + 1 < steps) load_next(next);
 
     if constexpr (Config::kSliceWarps == 1) {
@@ -232,28 +245,32 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
 // the V or K tile.
 template <typename Config, int kM, int kD>
 __device__ __forceinline__ void write_gradient(const View& view, float* workspace,
-                                               const Shape& shape,
+                                               const BackwardParams& params,
                                                const typename Config::SharedStorage& smem,
-                                               char* tile, int cols,
-                                               const float (&gradient)[kM][kD][4]) {
+                                               char* tile, int cols, float (&gradient)[kM][kD][4]) {
   if (view.data == nullptr) return;
   using KTile = typename Config::KTile;
   const BackwardPlace<Config> place(smem);
   const int lane = threadIdx.x % kWarpSize;
   const int slice_key = slice_of_warp<Config>() * Config::kSliceKeys;
-  const int seqlen_k = static_cast<int>(shape.seqlen_k);
-  if (workspace != nullptr) {
-    const int64_t head = place.at.batch * shape.heads_k + place.at.head;
-    GradientWorkspace(workspace, head, seqlen_k, cols)
+  const int64_t seqlen_k = params.shape.seqlen_k;
+  if (workspace != nullptr) {  // never of packed sequences
+    const int64_t head = place.at.batch * params.shape.heads_k + place.at.head;
+    GradientWorkspace(workspace, head * seqlen_k, static_cast<int>(seqlen_k), cols)
         .template add<Config::kHeadDim>(gradient, place.first_key + slice_key, 0, lane);
     return;
+  }
+  int keys = static_cast<int>(seqlen_k);  // that are written
+  if constexpr (Config::kPacked) {
+    keys = smem.sequence.owned;
+    zero_rows_from(gradient, place.first_key + slice_key + lane / 4, smem.sequence.seqlen_k);
   }
   const uint32_t staging = ptx::shared_address(tile);
   stage_fragments<typename Config::Element, KTile>(staging, gradient, slice_key, lane);
   __syncwarp();
-  store_staged_rows<KTile, Config::kSliceKeys>(head_matrix(view, place.at.batch, place.at.head),
-                                               view.seq_stride, place.first_key + slice_key,
-                                               seqlen_k, cols, staging, slice_key, lane);
+  store_staged_rows<KTile, Config::kSliceKeys>(
+      head_matrix(view, place.at.batch, place.at.head, first_row_k<Config>(smem)), view.seq_stride,
+      place.first_key + slice_key, keys, cols, staging, slice_key, lane);
 }
 
 // Thread blocks that take turns are handed out across as many heads as hold about this many: then
@@ -261,31 +278,48 @@ __device__ __forceinline__ void write_gradient(const View& view, float* workspac
 constexpr int kOrderedBlocks = 512;
 
 // Finds this block's tile and its share of the group: by the block's index, or, where blocks wait
-// for each other, by the order of their start.
+// for each other, by the order of their start. False where there is nothing to do.
 template <typename Config>
-__device__ __forceinline__ void take_tile(const BackwardParams& params,
+__device__ __forceinline__ bool take_tile(const BackwardParams& params,
                                           typename Config::SharedStorage& smem) {
-  if (threadIdx.x == 0) {
+  constexpr int kFinders = Config::kPacked ? kWarpSize : 1;  // threads
+  if (threadIdx.x < kFinders) {
     const Shape& shape = params.shape;
-    const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
-    smem.k_is_finite = true;
-    smem.ordered = params.dq_turns != nullptr;
+    const bool packed = Config::kPacked && params.packing.cu_seqlens_k != nullptr;
+    const int tiles =
+        packed
+            ? static_cast<int>(packed_slots(shape.seqlen_k, Config::kBlockN, params.packing.batch))
+            : ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
+    const bool ordered = params.dq_turns != nullptr;
     const int shares = shape.heads_k * params.splits;  // of all groups
+    int started = 0;  // blocks before this one
+    if (ordered && threadIdx.x == 0) started = atomicAdd(params.dq_turns, 1);
+    if (Config::kPacked) started = __shfl_sync(0xffffffffu, started, 0);
     const TileCoordinate at =
-        smem.ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shares,
-                                              shares * shape.batch, max(1, kOrderedBlocks / tiles))
-                     : first_tile_first(blockIdx.x, tiles, shares);
-    const int share = at.head % params.splits;
-    const int group = shape.heads_q / shape.heads_k;
-    const int heads = group / params.splits;  // and one more for the first `longer` shares
-    const int longer = group % params.splits;
-    smem.tile = at.tile;
-    smem.head = at.head / params.splits;
-    smem.batch = static_cast<int>(at.batch);
-    smem.first_query_head = smem.head * group + share * heads + min(share, longer);
-    smem.query_heads = heads + (share < longer);
+        ordered ? last_tile_first_across(started, tiles, shares, shares * shape.batch,
+                                         max(1, kOrderedBlocks / tiles))
+                : first_tile_first(blockIdx.x, tiles, shares);
+    PackedTile found = PackedTile::dense(shape, at, shape.seqlen_k);
+    if constexpr (Config::kPacked) {
+      if (packed) found = find_packed_tile<Config::kBlockN, true>(shape, params.packing, at.tile);
+    }
+    if (threadIdx.x == 0) {
+      const int share = at.head % params.splits;
+      const int group = shape.heads_q / shape.heads_k;
+      const int heads = group / params.splits;  // and one more for the first `longer` shares
+      const int longer = group % params.splits;
+      smem.k_is_finite = true;
+      smem.ordered = ordered;
+      if (Config::kPacked) smem.sequence = found.sequence;
+      smem.tile = found.tile;
+      smem.head = at.head / params.splits;
+      smem.batch = found.batch;
+      smem.first_query_head = smem.head * group + share * heads + min(share, longer);
+      smem.query_heads = heads + (share < longer);
+    }
   }
   __syncthreads();
+  return !Config::kPacked || smem.sequence.owned > 0;
 }
 
 template <typename Config>
@@ -294,7 +328,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   extern __shared__ char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   const Shape& shape = params.shape;
-  take_tile<Config>(params, smem);
+  if (!take_tile<Config>(params, smem)) return;
 
   // dV and dK (keys of a slice, D), or one of them
   Accumulator<Config::kSliceKeys / 16, Config::kHeadDim / 8> gradients[Config::kGradients];
@@ -304,12 +338,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       scale(gradients[0], params.modifiers.keep_scale);
   }
   if (Config::kSliceWarps == 1 || in_first_half<Config>())
-    write_gradient<Config>(params.dv, params.dv_accum, shape, smem, smem.v, shape.head_dim_v,
+    write_gradient<Config>(params.dv, params.dv_accum, params, smem, smem.v, shape.head_dim_v,
                            gradients[0]);
   if (Config::kSliceWarps == 1 || !in_first_half<Config>()) {
     auto& dk = gradients[Config::kGradients - 1];
     scale(dk, params.softmax_scale);
-    write_gradient<Config>(params.dk, params.dk_accum, shape, smem, smem.k, shape.head_dim, dk);
+    write_gradient<Config>(params.dk, params.dk_accum, params, smem, smem.k, shape.head_dim, dk);
   }
 }
 

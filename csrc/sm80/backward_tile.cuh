@@ -7,6 +7,7 @@
 #include "core/epilogue.h"
 #include "core/gemm.h"
 #include "core/mask.h"
+#include "core/packing.h"
 #include "core/scheduler.h"
 #include "core/score.h"
 #include "core/softmax.h"
@@ -97,7 +98,7 @@ __device__ __forceinline__ void zero_masked_slice(float (&acc)[kM][kN][4],
   const int lane = threadIdx.x % kWarpSize;
   const int key = BackwardPlace<Config>(smem).first_key +
                   slice_of_warp<Config>() * Config::kSliceKeys + lane / 4;
-  zero_masked(acc, BandMask(params.shape, params.window), key,
+  zero_masked(acc, BandMask(shape_of<Config>(params, smem), params.window), key,
               tile * Config::kBlockM + lane % 4 * 2);
 }
 
@@ -159,7 +160,7 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
   if constexpr (kValues && Config::kFull) {
     cap_scores<T>(s, cap_slopes, modifiers.softcap, params.softmax_scale);
     const TablePlace at = table_place<Config>(params, smem, head, tile);
-    add_biases<Axes::kKeysDown>(s, modifiers, params.shape, at);
+    add_biases<Axes::kKeysDown>(s, modifiers, shape_of<Config>(params, smem), at);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + column]);
@@ -242,10 +243,11 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
     if constexpr (Config::kFull) {
       if (params.dbias.data != nullptr) {
         const TablePlace at = table_place<Config>(params, smem, head, tile);
+        const Shape& shape = shape_of<Config>(params, smem);
         if (params.dbias_is_sum)
-          add_bias_gradient(ds, params.dbias, params.shape, at, lane);
+          add_bias_gradient(ds, params.dbias, shape, at, lane);
         else
-          store_bias_gradient(ds, params.dbias, params.shape, at);
+          store_bias_gradient(ds, params.dbias, shape, at);
       }
       if (modifiers.softcap > 0.f) {
 #pragma unroll

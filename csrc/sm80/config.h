@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/layout.h"
+#include "core/packing.h"
 
 namespace flash_ext::sm80 {
 
@@ -11,10 +12,11 @@ namespace flash_ext::sm80 {
 // kBlockN keys, kStages of them in shared memory. Each warp owns whole rows, so that the softmax
 // never crosses warps.
 template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_,
-          bool kFull_ = false>
+          bool kFull_ = false, bool kPacked_ = kFull_>
 struct ForwardConfig {
   using Element = T;
-  static constexpr bool kFull = kFull_;  // serves every modifier
+  static constexpr bool kFull = kFull_;      // serves every modifier
+  static constexpr bool kPacked = kPacked_;  // serves packed sequences, beside dense ones
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
@@ -33,9 +35,18 @@ struct ForwardConfig {
     alignas(128) char q[QTile::kBytes];  // becomes the staging buffer of O
     alignas(128) char k[kStages][KTile::kBytes];
     alignas(128) char v[kStages][KTile::kBytes];
+    Sequence sequence;  // of this block, and where it is in it; where kPacked
+    int tile, head, batch;
     bool guarded;  // the walk that masks NaN and infinity out of V
   };
 };
+
+// Whether forward kernels of packed sequences keep the number of keys in a register.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kKeepsKeys = false;
+#else
+constexpr bool kKeepsKeys = true;
+#endif
 
 // Steps of the backward products that are unrolled together, first those over D, then those over
 // the keys of a block. With all of them ptxas fetches fragments so far ahead that registers spill;
@@ -58,10 +69,11 @@ constexpr int kDqUnroll = Config::kHeadDim == 256 ? 1 : Config::kBlockN / 16;
 // registers, or, where these are too many, a pair of warps does, one for dV and one for dK.
 // The next tile of Q and dO is loaded beside the present one where shared memory has two stages.
 template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kSliceKeys_, int kSliceWarps_,
-          int kMinBlocks_, int kStages_ = 2, bool kFull_ = false>
+          int kMinBlocks_, int kStages_ = 2, bool kFull_ = false, bool kPacked_ = kFull_>
 struct BackwardConfig {
   using Element = T;
-  static constexpr bool kFull = kFull_;  // serves every modifier
+  static constexpr bool kFull = kFull_;      // serves every modifier
+  static constexpr bool kPacked = kPacked_;  // serves packed sequences, beside dense ones
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
@@ -110,6 +122,7 @@ struct BackwardConfig {
     alignas(128) uint4 p[kExchanges][kExchangeBlocks][kWarpSize];
     float lse[kStages][kBlockM];
     float delta[kStages][kBlockM];  // rowsum(dO * O) - dlse
+    Sequence sequence;  // where kPacked
     bool k_is_finite;
     bool ordered;  // additions to dQ take turns
     int tile, head, batch;  // of this block: key tile, key head, batch entry
@@ -123,6 +136,21 @@ template <typename T, int kHeadDim, int kBlockM, int kBlockN, int kSliceKeys, in
           int kMinBlocks, int kStages = 2>
 using FullBackwardConfig = BackwardConfig<T, kHeadDim, kBlockM, kBlockN, kSliceKeys, kSliceWarps,
                                           kMinBlocks, kStages, true>;
+
+// A lean config for packed sequences.
+template <typename Config>
+struct Packed;
+template <typename T, int kHeadDim, int kBlockM, int kBlockN, int kWarps, int kStages>
+struct Packed<ForwardConfig<T, kHeadDim, kBlockM, kBlockN, kWarps, kStages>> {
+  using type = ForwardConfig<T, kHeadDim, kBlockM, kBlockN, kWarps, kStages, false, true>;
+};
+template <typename T, int kHeadDim, int kBlockM, int kBlockN, int kSliceKeys, int kSliceWarps,
+          int kMinBlocks, int kStages>
+struct Packed<
+    BackwardConfig<T, kHeadDim, kBlockM, kBlockN, kSliceKeys, kSliceWarps, kMinBlocks, kStages>> {
+  using type = BackwardConfig<T, kHeadDim, kBlockM, kBlockN, kSliceKeys, kSliceWarps, kMinBlocks,
+                              kStages, false, true>;
+};
 
 // Tiles of one pass and head dim, in order of preference: the first whose shared memory the device
 // has is taken.

@@ -14,6 +14,10 @@ std::vector<Instance> forward_instances();
 template <typename T, int kHeadDim>
 std::vector<Instance> backward_instances();
 template <typename T, int kHeadDim>
+std::vector<Instance> packed_forward_instances();
+template <typename T, int kHeadDim>
+std::vector<Instance> packed_backward_instances();
+template <typename T, int kHeadDim>
 std::vector<Instance> full_forward_instances();
 template <typename T, int kHeadDim>
 std::vector<Instance> full_backward_instances();
@@ -30,6 +34,10 @@ std::vector<Instance> collect(std::integer_sequence<int, kHeadDims...>) {
     append(forward_instances<__nv_bfloat16, kHeadDims>()),
     append(backward_instances<__half, kHeadDims>()),
     append(backward_instances<__nv_bfloat16, kHeadDims>()),
+    append(packed_forward_instances<__half, kHeadDims>()),
+    append(packed_forward_instances<__nv_bfloat16, kHeadDims>()),
+    append(packed_backward_instances<__half, kHeadDims>()),
+    append(packed_backward_instances<__nv_bfloat16, kHeadDims>()),
     append(full_forward_instances<__half, kHeadDims>()),
     append(full_forward_instances<__nv_bfloat16, kHeadDims>()),
     append(full_backward_instances<__half, kHeadDims>()),

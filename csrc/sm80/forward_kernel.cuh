@@ -1,6 +1,7 @@
 // Forward pass: FlashAttention-2 (Dao 2023, algorithm 1) on mma.sync.
 //
-//   one block: kBlockM query rows of one head          grid: query tiles x heads x batch
+//   one block: kBlockM query rows of one head          grid: query tiles x heads x batch,
+//                                                      packed: slots of query tiles x heads
 //   for each tile of kBlockN keys, right to left:
 //       S  = Q Kᵀ                                      (tensor cores, K from shared memory)
 //       P  = exp2(S - m), O, l brought to the new m    (registers)
@@ -17,6 +18,7 @@
 #include "core/finite.h"
 #include "core/gemm.h"
 #include "core/mask.h"
+#include "core/packing.h"
 #include "core/scheduler.h"
 #include "core/score.h"
 #include "core/softmax.h"
@@ -37,9 +39,16 @@ struct ForwardPlace {
   int warp_row;  // first row of this warp inside the tile
   int lane_row;  // first row of this lane's fragments
 
-  __device__ __forceinline__ explicit ForwardPlace(const Shape& shape) {
+  __device__ __forceinline__ ForwardPlace(const ForwardParams& params,
+                                          const typename Config::SharedStorage& smem) {
+    const Shape& shape = shape_of<Config>(params, smem);
     const int seqlen_q = static_cast<int>(shape.seqlen_q);
-    at = last_tile_first(ptx::block_index(), ceil_div(seqlen_q, Config::kBlockM), shape.heads_q);
+    if constexpr (Config::kPacked)
+      at = {static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.tile))),
+            static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.head))),
+            static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&smem.batch)))};
+    else
+      at = last_tile_first(ptx::block_index(), ceil_div(seqlen_q, Config::kBlockM), shape.heads_q);
     kv_head = at.head / (shape.heads_q / shape.heads_k);
     const int first_row = at.tile * Config::kBlockM;
     rows = {first_row, min(first_row + Config::kBlockM, seqlen_q)};
@@ -47,6 +56,42 @@ struct ForwardPlace {
     lane_row = first_row + warp_row + threadIdx.x % kWarpSize / 4;
   }
 };
+
+// Finds this block's sequence and its place in it; false where there is nothing to do.
+template <typename Config>
+__device__ __forceinline__ bool take_tile(const ForwardParams& params,
+                                          typename Config::SharedStorage& smem) {
+  if constexpr (Config::kPacked) {
+    if (threadIdx.x < kWarpSize) {
+      const Shape& shape = params.shape;
+      const bool packed = params.packing.cu_seqlens_q != nullptr;
+      const int64_t tiles =
+          packed ? packed_slots(shape.seqlen_q, Config::kBlockM, params.packing.batch)
+                 : ceil_div(static_cast<int>(shape.seqlen_q), Config::kBlockM);
+      const TileCoordinate at = last_tile_first(blockIdx.x, static_cast<int>(tiles), shape.heads_q);
+      const PackedTile found =
+          packed ? find_packed_tile<Config::kBlockM, false>(shape, params.packing, at.tile)
+                 : PackedTile::dense(shape, at, shape.seqlen_q);
+      if (threadIdx.x == 0) {
+        smem.sequence = found.sequence;
+        smem.tile = found.tile;
+        smem.head = at.head;
+        smem.batch = found.batch;
+      }
+    }
+    __syncthreads();
+    return smem.sequence.owned > 0;
+  }
+  return true;
+}
+
+// Query rows that the tiles of the sequence cover: beyond those it uses they are zeros.
+template <typename Config>
+__device__ __forceinline__ int owned_rows(const ForwardParams& params,
+                                          const typename Config::SharedStorage& smem) {
+  if constexpr (Config::kPacked) return smem.sequence.owned;
+  return static_cast<int>(params.shape.seqlen_q);
+}
 
 // Whether a bias or a bool mask may hide any key.
 template <typename Config>
@@ -58,19 +103,20 @@ __device__ __forceinline__ bool has_bias(const ForwardParams& params) {
 // is that of this lane's first element.
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ void modify_scores(float (&scores)[kM][kN][4],
-                                              const ForwardParams& params, int key) {
-  const ForwardPlace<Config> place(params.shape);
+                                              const ForwardParams& params,
+                                              const typename Config::SharedStorage& smem, int key) {
+  const ForwardPlace<Config> place(params, smem);
   cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
-  add_biases<Axes::kQueriesDown>(scores, params.modifiers, params.shape,
+  add_biases<Axes::kQueriesDown>(scores, params.modifiers, shape_of<Config>(params, smem),
                                  {place.at.batch, place.at.head, place.lane_row, key});
 }
 
 // Drops probabilities (16 kM, 8 kN) of this warp's rows; `first_key` is the tile's.
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ void drop(float (&p)[kM][kN][4], const ForwardParams& params,
-                                     int first_key) {
+                                     const typename Config::SharedStorage& smem, int first_key) {
   if (params.modifiers.drop_threshold == 0) return;
-  const ForwardPlace<Config> place(params.shape);
+  const ForwardPlace<Config> place(params, smem);
   const int64_t head = place.at.batch * params.shape.heads_q + place.at.head;
   Dropout(params.modifiers, head, threadIdx.x % kWarpSize)
       .drop(p, place.rows.begin + place.warp_row, first_key);
@@ -93,41 +139,55 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kN = kBlockN / 8;  // 8-key columns of S
 
-  const Shape& shape = params.shape;
+  const Shape& shape = shape_of<Config>(params, smem);
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
   const int seqlen_k = static_cast<int>(shape.seqlen_k);
   const int lane = threadIdx.x % kWarpSize;
-  const ForwardPlace<Config> place(shape);
+  const ForwardPlace<Config> place(params, smem);
 
   const BandMask mask(shape, params.window);
   const Range touched = mask.template touched_key_tiles<kBlockN>(place.rows);
   const Range whole = mask.template whole_key_tiles<kBlockN>(place.rows);
+  const auto whole_tiles = [&] {
+    if constexpr (Config::kPacked)  // found out again: cheaper than two registers
+      return BandMask(shape_of<Config>(params, smem), params.window)
+          .template whole_key_tiles<kBlockN>(ForwardPlace<Config>(params, smem).rows);
+    else
+      return whole;
+  };
 
   softmax.clear();
   clear(out);
   if (touched.begin == touched.end) return false;
+  if (Config::kPacked && place.rows.begin >= place.rows.end) return false;  // rows nobody uses
 
   int tile = touched.end - 1;
-  KLoader k_loader(head_matrix(params.k, place.at.batch, place.kv_head), params.k.seq_stride,
-                   seqlen_k, shape.head_dim, tile);
-  KLoader v_loader(head_matrix(params.v, place.at.batch, place.kv_head), params.v.seq_stride,
-                   seqlen_k, shape.head_dim_v, tile);
+  const int first_k = first_row_k<Config>(smem);
+  KLoader k_loader(head_matrix(params.k, place.at.batch, place.kv_head, first_k),
+                   params.k.seq_stride, seqlen_k, shape.head_dim, tile);
+  KLoader v_loader(head_matrix(params.v, place.at.batch, place.kv_head, first_k),
+                   params.v.seq_stride, seqlen_k, shape.head_dim_v, tile);
   const auto load_tile = [&](int tile, int stage) {
     k_loader.load(ptx::shared_address(smem.k[stage]), tile, -1);
     v_loader.load(ptx::shared_address(smem.v[stage]), tile, -1);
     ptx::cp_async_commit();
   };
-  QLoader(head_matrix(params.q, place.at.batch, place.at.head), params.q.seq_stride, seqlen_q,
-          shape.head_dim, place.at.tile)
+  QLoader(head_matrix(params.q, place.at.batch, place.at.head, first_row_q<Config>(smem)),
+          params.q.seq_stride, seqlen_q, shape.head_dim, place.at.tile)
       .load(ptx::shared_address(smem.q), place.at.tile);
   load_tile(tile, 0);
+  if constexpr (Config::kPacked && !kKeepsKeys) {  // no other tile is cut
+    k_loader.set_rows(kMaxSeqlen);
+    v_loader.set_rows(kMaxSeqlen);
+  }
 
   const float units = params.softmax_scale * kLog2E;
   const auto q_rows = lane_offsets<QTile, RowFirst>(
       ptx::shared_address(smem.q) + place.warp_row * QTile::kRowBytes, lane);
 
   for (int stage = 0; tile >= touched.begin; --tile, stage ^= 1) {
-    const bool masked = tile < whole.begin || tile >= whole.end;
+    const Range seen_whole = whole_tiles();
+    const bool masked = tile < seen_whole.begin || tile >= seen_whole.end;
     const uint32_t k_tile = ptx::shared_address(smem.k[stage]);
     const uint32_t v_tile = ptx::shared_address(smem.v[stage]);
 
@@ -135,7 +195,8 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     __syncthreads();  // this tile has landed, and nobody still reads the other stage
     if (tile > touched.begin) load_tile(tile - 1, stage ^ 1);
     if ((masked || has_bias<Config>(params)) && smem.guarded) {
-      const ForwardPlace<Config> here(shape);
+      const ForwardPlace<Config> here(params, smem);
+      const Shape& shape = shape_of<Config>(params, smem);
       const BandMask band(shape, params.window);
       if constexpr (Config::kFull) {
         const BiasedMask seen(band, params.modifiers.bias, shape, here.at.batch, here.at.head);
@@ -153,22 +214,23 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     gemm_rows_rows<T, Config::kHeadDim / 16>(scores, q_rows,
                                              lane_offsets<KTile, ChunkFirst>(k_tile, lane));
     if constexpr (Config::kFull)
-      modify_scores<Config>(scores, params, tile * kBlockN + lane % 4 * 2);
+      modify_scores<Config>(scores, params, smem, tile * kBlockN + lane % 4 * 2);
     else if (params.softmax_scale <= 0.f)
       scale(scores, units);  // the softmax folds units > 0 only
     if (masked)
-      apply_mask(scores, BandMask(shape, params.window), ForwardPlace<Config>(shape).lane_row,
-                 tile * kBlockN + lane % 4 * 2);
+      apply_mask(scores, BandMask(shape_of<Config>(params, smem), params.window),
+                 ForwardPlace<Config>(params, smem).lane_row, tile * kBlockN + lane % 4 * 2);
 
     softmax.step(scores, out, !Config::kFull && params.softmax_scale > 0.f ? units : 1.f);
-    if constexpr (Config::kFull) drop<Config>(scores, params, tile * kBlockN);
+    if constexpr (Config::kFull) drop<Config>(scores, params, smem, tile * kBlockN);
 
     uint32_t p[kM][kN / 2][4];  // (16 kM, 8 kN) as A fragments
     to_operand<T>(p, scores);
     gemm_registers_columns<T>(out, p, lane_offsets<KTile, RowFirst>(v_tile, lane));
   }
+  const Range seen_whole = whole_tiles();
   const bool any_masked =
-      touched.begin < whole.begin || touched.end > whole.end || has_bias<Config>(params);
+      touched.begin < seen_whole.begin || touched.end > seen_whole.end || has_bias<Config>(params);
   return any_masked && !smem.guarded && __syncthreads_or(has_nonfinite(out));
 }
 
@@ -180,13 +242,15 @@ __device__ __forceinline__ void write_output(const ForwardParams& params,
                                              float (&out)[kM][kD][4]) {
   using T = typename Config::Element;
   using QTile = typename Config::QTile;
-  const Shape& shape = params.shape;
+  const Shape& shape = shape_of<Config>(params, smem);
   const int seqlen_q = static_cast<int>(shape.seqlen_q);
+  const int rows = owned_rows<Config>(params, smem);
   const int lane = threadIdx.x % kWarpSize;
-  const ForwardPlace<Config> place(shape);
+  const ForwardPlace<Config> place(params, smem);
 
   const float sink = params.sinks == nullptr ? -INFINITY : params.sinks[place.at.head];
-  const int64_t lse_begin = (place.at.batch * shape.heads_q + place.at.head) * shape.seqlen_q;
+  const int64_t lse_begin =
+      first_table_row<Config>(params, smem, place.at.batch * shape.heads_q + place.at.head);
   const bool writes_lse = params.lse != nullptr && lane % 4 == 0;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -196,7 +260,8 @@ __device__ __forceinline__ void write_output(const ForwardParams& params,
       float row_lse;
       float factor = softmax.finish(m, h, sink, row_lse);
       if constexpr (Config::kFull) factor *= params.modifiers.keep_scale;
-      if (writes_lse && row < seqlen_q) params.lse[lse_begin + row] = row_lse;
+      if (Config::kPacked && row >= seqlen_q) row_lse = -INFINITY;
+      if (writes_lse && row < rows) params.lse[lse_begin + row] = row_lse;
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
         out[m][d][2 * h] *= factor;
@@ -204,18 +269,20 @@ __device__ __forceinline__ void write_output(const ForwardParams& params,
       }
     }
 
+  if (Config::kPacked) zero_rows_from(out, place.lane_row, seqlen_q);
+
+  const int first_q = first_row_q<Config>(smem);
   if (params.out_dtype == DType::kFloat32) {
-    char* matrix = head_matrix(params.out, place.at.batch, place.at.head, sizeof(float));
-    store_fragments(reinterpret_cast<float*>(matrix), params.out.seq_stride, seqlen_q,
-                    shape.head_dim_v, out, place.lane_row, lane);
+    char* matrix = head_matrix(params.out, place.at.batch, place.at.head, first_q, sizeof(float));
+    store_fragments(reinterpret_cast<float*>(matrix), params.out.seq_stride, rows, shape.head_dim_v,
+                    out, place.lane_row, lane);
   } else {
     const uint32_t staging = ptx::shared_address(smem.q);
     stage_fragments<T, QTile>(staging, out, place.warp_row, lane);
     __syncwarp();
     store_staged_rows<QTile, Config::kWarpRows>(
-        head_matrix(params.out, place.at.batch, place.at.head), params.out.seq_stride,
-        place.rows.begin + place.warp_row, seqlen_q, shape.head_dim_v, staging, place.warp_row,
-        lane);
+        head_matrix(params.out, place.at.batch, place.at.head, first_q), params.out.seq_stride,
+        place.rows.begin + place.warp_row, rows, shape.head_dim_v, staging, place.warp_row, lane);
   }
 }
 
@@ -229,6 +296,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   constexpr int kD = Config::kHeadDim / 8;    // 8-column tiles of O
   OnlineSoftmax<kM> softmax;
   Accumulator<kM, kD> out;
+  if (!take_tile<Config>(params, smem)) return;
   smem.guarded = false;
   while (attend<Config>(params, smem, softmax, out)) smem.guarded = true;
   write_output<Config>(params, smem, softmax, out);

@@ -19,6 +19,12 @@ namespace flash_ext::sm80 {
 
 inline int64_t tiles(int64_t length, int block) { return (length + block - 1) / block; }
 
+// Tiles of `block` rows of one head, in all batch entries or, packed, sequences.
+inline int64_t tiles_of_head(const Shape& shape, const Packing& packing, int64_t rows, int block) {
+  return packing.cu_seqlens_q == nullptr ? tiles(rows, block) * shape.batch
+                                         : packed_slots(rows, block, packing.batch);
+}
+
 // Launches `kernel` on a linear grid.
 template <typename Params>
 int32_t launch(void (*kernel)(Params), KernelSetup& setup, int64_t blocks, int threads,
@@ -37,7 +43,8 @@ int32_t launch_forward(const ForwardParams& params, void* stream) {
   const auto kernel = &flash_forward<Config>;
   static KernelSetup setup(kernel, kSmem);
   const Shape& shape = params.shape;
-  const int64_t blocks = tiles(shape.seqlen_q, Config::kBlockM) * shape.heads_q * shape.batch;
+  const int64_t blocks =
+      tiles_of_head(shape, params.packing, shape.seqlen_q, Config::kBlockM) * shape.heads_q;
   return launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream);
 }
 
@@ -86,8 +93,8 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
 
   const auto kernel = &flash_backward<Config>;
   static KernelSetup setup(kernel, kSmem);
-  const int64_t blocks =
-      tiles(shape.seqlen_k, Config::kBlockN) * params.splits * shape.heads_k * shape.batch;
+  const int64_t blocks = tiles_of_head(shape, params.packing, shape.seqlen_k, Config::kBlockN) *
+                         params.splits * shape.heads_k;
   if (int32_t error = launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream))
     return error;
 
@@ -106,6 +113,7 @@ constexpr Kernel describe(Pass pass) {
           pass,
           kDType<typename Config::Element>,
           Config::kFull ? Features::kFull : Features::kLean,
+          Config::kPacked,
           Config::kHeadDim,
           Config::kBlockM,
           Config::kBlockN,
@@ -134,6 +142,23 @@ std::vector<Instance> forward_instances() {
 template <typename T, int kHeadDim>
 std::vector<Instance> backward_instances() {
   return backward_rows(typename Tiles<T, kHeadDim>::Backward{});
+}
+
+// Of the first tile alone: where shared memory is too small for it, kernels with all features
+// serve.
+template <typename Config, typename... Others>
+TileList<typename Packed<Config>::type> packed(TileList<Config, Others...>) {
+  return {};
+}
+
+template <typename T, int kHeadDim>
+std::vector<Instance> packed_forward_instances() {
+  return forward_rows(packed(typename Tiles<T, kHeadDim>::Forward{}));
+}
+
+template <typename T, int kHeadDim>
+std::vector<Instance> packed_backward_instances() {
+  return backward_rows(packed(typename Tiles<T, kHeadDim>::Backward{}));
 }
 
 template <typename T, int kHeadDim>

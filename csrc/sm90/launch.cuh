@@ -100,6 +100,7 @@ std::vector<Instance> forward_instances() {
                    Pass::kForward,
                    kDType<T>,
                    Features::kLean,
+                   /*packed=*/false,
                    Config::kHeadDim,
                    Config::kBlockM,
                    Config::kBlockN,

@@ -198,11 +198,16 @@ def smem_limit(arch: str) -> int:
 
 def implements(row: Row, kernel: str) -> bool:
     """Whether a mangled name is that of a row's main kernel: family, pass, element and tile are in
-    it, and behind them, as the last number of its configuration, whether it has all features."""
+    it, and behind them, as the last numbers of its configuration, whether it has all features and
+    whether it reads packed sequences."""
     tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
-    name = rf"4{row['family']}\w*_{row['pass']}\w*{MANGLED[row['dtype']]}{tile}(?:Li\d+E)*(Lb1E)?"
+    element = MANGLED[row["dtype"]]
+    kind = r"(?:Li\d+E)*(Lb\dE)?(Lb1E)?"
+    name = rf"4{row['family']}\w*_{row['pass']}\w*{element}{tile}{kind}"
     named = re.search(name, kernel)
-    return named is not None and (row["features"] == "full") == (named[1] is not None)
+    if named is None:
+        return False
+    return (row["features"] == "full", row["packed"]) == (named[1] == "Lb1E", named[2] is not None)
 
 
 def usage_faults(usage: Usage) -> Iterator[str]:

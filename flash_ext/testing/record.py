@@ -38,7 +38,10 @@ MINUTES = 8.0  # that one call may take
 LISTED_FINDINGS = 20
 
 # Run on each kernel family.
-KERNEL_TESTS = ("test_attention.py", "test_field_cases.py", "test_modifiers.py")
+KERNEL_TESTS = (
+    *("test_attention.py", "test_field_cases.py", "test_modifiers.py"),
+    *("test_varlen.py", "test_varlen_gpu.py"),
+)
 KIT = ("cases", "numeric", "oracle")  # modules of flash_ext.testing that decide what passes
 Entry = dict[str, Any]
 

@@ -1,0 +1,7 @@
+#include "sm80/launch.cuh"
+
+namespace flash_ext::sm80 {
+
+template std::vector<Instance> packed_forward_instances<__half, 64>();
+
+}  // namespace flash_ext::sm80
