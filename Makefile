@@ -91,7 +91,7 @@ $(DEVICE_VENV)/.made: pyproject.toml
 device: $(DEVICE_VENV)/.made
 	FLASH_EXT_HEAD_DIMS='$(HEAD_DIMS)' FLASH_EXT_CUDA_ARCHS='$(ARCHS)' \
 	  $(DEVICE_VENV)/bin/python setup.py --quiet build_ext --inplace
-	du -h flash_ext/_C*.so
+	du -h flash_ext/_C*.so flash_ext/_classic*.so
 
 gpu-test:
 	$(RUN) -m flash_ext.testing.record run --family $(FAMILY) --shard $(SHARD) \
@@ -110,4 +110,4 @@ api:
 	$(PYTHON) docs/generate_api.py
 
 clean:
-	rm -rf build dist *.egg-info flash_ext/_C*.so $(VENV) $(LINT_VENV)
+	rm -rf build dist *.egg-info flash_ext/*.so $(VENV) $(LINT_VENV)
