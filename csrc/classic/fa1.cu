@@ -51,7 +51,7 @@ __device__ __forceinline__ void write_round(const Params& params, Range rows, co
   });
 }
 
-// Blocks whose registers fit a multiprocessor, 0 for no such bound: so ptxas keeps all of them out of
+// Blocks whose registers fit a multiprocessor; 0 sets no such bound. So all registers stay out of
 // memory.
 template <typename T>
 constexpr int kBlocks = T::kHeadDim == 64 ? 2 : 0;
