@@ -10,12 +10,14 @@
 #                  small tests under that tool, OUT_JSON=file records elsewhere;
 #                  gpu-record-check names the families that have to run again
 #   make sass      registers, memory and instructions of every built kernel
+#   make ladder    the road to FlashAttention, measured: docs/results/ladder.md
 #   make ncu       PROFILE_ARGS="--pass backward": the hardware's counters of one kernel
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv install test demo lint format device gpu-test gpu-record-check sass ncu api clean
+.PHONY: venv install test demo lint format device gpu-test gpu-record-check sass ladder ncu api
+.PHONY: clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -102,6 +104,10 @@ gpu-record-check:
 
 sass:
 	$(RUN) -m flash_ext.testing.gates --sass build/sass
+
+ladder:
+	$(RUN) -m bench.ladder --out bench/results/ladder.csv
+	$(RUN) -m bench.ladder_report bench/results/ladder.csv --out docs/results
 
 ncu:
 	$(RUN) -m bench.profile $(PROFILE_ARGS)

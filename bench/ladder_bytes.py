@@ -1,6 +1,6 @@
 """What the steps of the ladder should move, as functions of sizes and tiles.
 
-Bytes of one forward pass. DRAM: what must come from memory and go to it, if an L2 cache keeps what
+Bytes of one pass. DRAM: what must come from memory and go to it, if an L2 cache keeps what
 is read again soon (keys and values of the heads in work), and nothing of a table. L2 to
 multiprocessors: what thread blocks read. S is float32, P, q, k, v and out are bfloat16.
 """
@@ -54,16 +54,36 @@ def table_elements(cell: Cell) -> int:
 
 
 def dram(rung: str, cell: Cell) -> int:
-    """Bytes read from and written to memory."""
-    bytes_moved = compulsory(cell)
+    """Bytes read from and written to memory in a forward pass, or in both passes."""
+    bytes_moved = compulsory(cell) + score_bytes_moved(rung, cell)
+    rows = cell.B * cell.Hq * cell.Sq
+    fast = rung not in ALGORITHMS and rung != "plain"
     if rung in WHOLE_TABLE:
-        row = ALGORITHMS[rung]
-        table = 4 * (1 + SCORE_READS[rung]) + 2 * 2 * row.probabilities
-        bytes_moved += table_elements(cell) * table
-        bytes_moved += cell.B * cell.Hq * cell.Sq * sum(STATISTICS[rung])
-    elif rung not in ALGORITHMS:
-        bytes_moved += 4 * cell.B * cell.Hq * cell.Sq  # lse
+        bytes_moved += rows * sum(STATISTICS[rung])
+    if fast:
+        bytes_moved += 4 * rows  # lse
+    if cell.pass_name == "both":
+        keys = cell.B * cell.Hk * cell.Sk
+        # q, k, v and dout read, dq, dk and dv written
+        bytes_moved += 2 * (rows * (2 * cell.D + cell.Dv) + keys * 2 * (cell.D + cell.Dv))
+        if fast:  # out and lse read, dq in float32 written and read
+            bytes_moved += rows * (2 * cell.Dv + 4 + 8 * cell.D)
     return bytes_moved
+
+
+def score_bytes_moved(rung: str, cell: Cell) -> int:
+    """The part of `dram` that is that of tables.
+
+    Plain PyTorch in bfloat16, forward: S written and read, P written and read. Backward: dP
+    written; P and dP read and dS written by the softmax; P read for dv, dS for dq and for dk.
+    """
+    if rung == "plain":
+        elements = cell.B * cell.Hq * cell.Sq * cell.Sk
+        return 2 * elements * (4 if cell.pass_name == "forward" else 11)
+    if rung not in WHOLE_TABLE:
+        return 0
+    row = ALGORITHMS[rung]
+    return table_elements(cell) * (4 * (1 + SCORE_READS[rung]) + 2 * 2 * row.probabilities)
 
 
 def visits(cell: Cell, tile: Tile) -> Iterator[tuple[int, int, int]]:
@@ -97,11 +117,6 @@ def l2_to_sm(rung: str, cell: Cell, tile: Tile) -> int:
     return heads * sum(
         row_bytes * rows + 2 * row_bytes * keys for rows, keys, _ in visits(cell, tile)
     )
-
-
-def score_bytes_moved(rung: str, cell: Cell) -> int:
-    """The part of `dram` that is the table's."""
-    return dram(rung, cell) - compulsory(cell) if rung in WHOLE_TABLE else 0
 
 
 def saved_for_backward(cell: Cell, keeps_table: bool) -> int:

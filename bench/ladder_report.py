@@ -33,10 +33,8 @@ Timed = dict[Cell, dict[str, Result]]
 Counts = dict[Cell, dict[str, CountedRow]]
 
 
-def dram_formula(row: CountedRow) -> int | None:
-    """Bytes that a step of the forward pass should exchange with memory."""
-    if row.cell.pass_name != "forward" or row.rung == "plain":
-        return None
+def dram_formula(row: CountedRow) -> int:
+    """Bytes that a step should exchange with memory."""
     return ladder_bytes.dram(row.rung, row.cell)
 
 
@@ -78,6 +76,10 @@ def memory_table(timed: Timed, pass_name: str) -> str:
         line = ["–" if r is None or r.extra_mib is None else f"{r.extra_mib:.1f}" for r in found]
         if any(text != "–" for text in line):
             body.append([rung, *line])
+    if body and pass_name == "both":
+        for label, keeps_table in (("P, formula", True), ("out and lse, formula", False)):
+            kept = (ladder_bytes.saved_for_backward(cell, keeps_table) / MIB for cell in cells)
+            body.append([f"kept: {label}", *(f"{value:.1f}" for value in kept)])
     header = ["step", *(f"H{cell.Hq} S{cell.Sq}" for cell in cells)]
     return tables.render(header, body) if body else ""
 
@@ -113,7 +115,7 @@ def limits(counts: Counts) -> str:
         for rung, row in rows.items():
             c, dram, l2 = row.counted, dram_formula(row), l2_formula(row)
             table = ladder_bytes.score_bytes_moved(rung, cell)
-            if dram and (table >= LARGE_TABLE or not table) and rung in RUNGS:
+            if cell.pass_name == "forward" and (table >= LARGE_TABLE or not table):
                 ratio = (c.dram_read + c.dram_written) / dram
                 if abs(ratio - 1) > 0.15:
                     lines.append(f"* {cell} H{cell.Hq}, {rung}: DRAM {ratio:.2f} of the formula")
@@ -166,7 +168,9 @@ def markdown(
             parts += [f"### {cell}, H{cell.Hq}", counters_table(found).rstrip()]
         parts += [
             "## Further than 15 % from the formula",
-            "DRAM of tables is held to it from 1 GiB of table traffic on.",
+            "DRAM of tables is held to it from 1 GiB of table traffic on. What a kernel writes "
+            "last may lie in L2 when the counters stop, so small outputs are not counted in full; "
+            "a formula knows nothing of what L2 cannot keep.",
             limits(counts),
         ]
     return "\n\n".join(parts) + "\n"

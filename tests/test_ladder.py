@@ -36,6 +36,15 @@ def test_memory_bytes() -> None:
     padded = replace(SQUARE, Sk=250)
     assert ladder_bytes.table_elements(padded) == H * N * 256
     assert ladder_bytes.score_bytes_moved("fa1", SQUARE) == 0
+    assert ladder_bytes.dram("plain", SQUARE) == once + H * 8 * N * N
+
+
+def test_memory_bytes_of_both_passes() -> None:
+    both = replace(SQUARE, pass_name="both")
+    tensors = H * N * D * 2 * (4 + 7)  # q, k, v, out; then q, k, v, dout, dq, dk, dv
+    assert ladder_bytes.dram("plain", both) == tensors + H * 22 * N * N
+    again = H * N * (2 * D + 4 + 8 * D)  # out, lse, dq in float32
+    assert ladder_bytes.dram("flash_ext", both) == tensors + H * 4 * N + again
 
 
 def test_bytes_from_l2() -> None:
