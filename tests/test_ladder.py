@@ -208,6 +208,43 @@ def test_a_profiler_that_fails_is_one_sentence(
         ladder.count(args, [], ENVIRONMENT)
 
 
+def test_counted_steps_get_their_cell_and_tile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = "ladder item 0\nladder item 1\n" + ncu_output(
+        ("spin_kernel", 1, 0), ("softmax_kernel", 1000, 50),
+        ("spin_kernel", 1, 0), ("flash_fa1", 500, 5),
+    )  # fmt: skip
+    stub = tmp_path / "ncu"
+    stub.write_text(STUB.format(python=sys.executable, output=output, code=0))
+    stub.chmod(0o755)
+    monkeypatch.setattr(profile, "find_ncu", lambda: str(stub))
+    args = ladder.parser().parse_args(["--rungs", "plain", "fa1", "--passes", "forward"])
+    rows = ladder.count(args, [], ENVIRONMENT)
+    assert [(row.rung, row.counted.block_m, row.counted.block_n) for row in rows] == [
+        ("plain", 0, 0), ("fa1", 64, 128),
+    ]  # fmt: skip
+    assert {(row.cell.Sq, row.cell.Hq, row.cell.D) for row in rows} == {(1024, 16, 64)}
+
+
+def test_what_the_profiler_sees(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A marker, then the step, both within the range; steps that cannot run are passed over."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("marker"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(f"push {name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+    small = replace(SQUARE, Sq=8, Sk=8)
+    both = replace(small, pass_name="both")
+    todo = [(small, "fa1"), (small, "plain"), (both, "flash_ext")]
+    ladder.run_items(todo, torch.device("cpu"))
+    assert seen == 2 * [f"push {profile.RANGE}", "marker", "pop"]
+    assert capsys.readouterr().out == "ladder item 1\nladder item 2\n"
+
+
 def sample() -> tuple[list[Row], list[ladder.CountedRow]]:
     """Every step in a few cells, with figures that follow the formulas."""
     rows, counted = [], []
