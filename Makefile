@@ -10,12 +10,14 @@
 #                  small tests under that tool, OUT_JSON=file records elsewhere;
 #                  gpu-record-check names the families that have to run again
 #   make sass      registers, memory and instructions of every built kernel
+#   make ladder    the road to FlashAttention, measured: docs/results/ladder.md
 #   make ncu       PROFILE_ARGS="--pass backward": the hardware's counters of one kernel
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv install test demo lint format device gpu-test gpu-record-check sass ncu api clean
+.PHONY: venv install test demo lint format device gpu-test gpu-record-check sass ladder ncu api
+.PHONY: clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -91,7 +93,7 @@ $(DEVICE_VENV)/.made: pyproject.toml
 device: $(DEVICE_VENV)/.made
 	FLASH_EXT_HEAD_DIMS='$(HEAD_DIMS)' FLASH_EXT_CUDA_ARCHS='$(ARCHS)' \
 	  $(DEVICE_VENV)/bin/python setup.py --quiet build_ext --inplace
-	du -h flash_ext/_C*.so
+	du -h flash_ext/_C*.so flash_ext/_classic*.so
 
 gpu-test:
 	$(RUN) -m flash_ext.testing.record run --family $(FAMILY) --shard $(SHARD) \
@@ -103,6 +105,10 @@ gpu-record-check:
 sass:
 	$(RUN) -m flash_ext.testing.gates --sass build/sass
 
+ladder:
+	$(RUN) -m bench.ladder --out bench/results/ladder.csv
+	$(RUN) -m bench.ladder_report bench/results/ladder.csv --out docs/results
+
 ncu:
 	$(RUN) -m bench.profile $(PROFILE_ARGS)
 
@@ -110,4 +116,4 @@ api:
 	$(PYTHON) docs/generate_api.py
 
 clean:
-	rm -rf build dist *.egg-info flash_ext/_C*.so $(VENV) $(LINT_VENV)
+	rm -rf build dist *.egg-info flash_ext/*.so $(VENV) $(LINT_VENV)

@@ -1,4 +1,5 @@
-"""Builds the extension `flash_ext._C`: the kernels of `csrc/<family>` and their Python binding.
+"""Builds `flash_ext._C`, the kernels of `csrc/<family>` and their Python binding, and
+`flash_ext._classic`, those of `csrc/classic`, which nothing else needs.
 
 Environment:
     FLASH_EXT_CUDA_ARCHS    architectures, such as "80;90a" or "80;80+PTX"; "none" installs the CPU
@@ -51,6 +52,8 @@ DEFAULT_ARCHS = ("80", "90a", "80+PTX")
 OLDEST_ARCH = 80
 OLDEST_NVCC = (12, 5)
 ONLY_FOR = {"sm90": "90a"}  # families written for the instructions of one architecture
+APART = "classic"  # the family of an extension of its own
+APART_NEEDS = ("device.cpp", "error.cpp")  # of csrc/common
 NVCC_WHEELS = [  # of one minor version of CUDA: mixed ones do not work together
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-nvvm==13.0.88",
@@ -226,15 +229,26 @@ def keyed(path: Path, *facts: object) -> Path:
     return path.with_name(f"{path.stem}.{key}{path.suffix}")
 
 
+@dataclass(frozen=True)
+class Library:
+    """One extension: what it is linked from, and by which command."""
+
+    path: Path
+    units: tuple[Unit, ...]
+    link: list[str]
+
+
 class Plan:
-    """Every object of the extension and the commands that make them."""
+    """Every object of the extensions and the commands that make them."""
 
     def __init__(self, archs: tuple[str, ...], version: str) -> None:
         self.archs = archs
         self.head_dims = requested_head_dims()
         self.tools = Toolchain(archs)
         self.families = [
-            name for name in digest.families(CSRC) if ONLY_FOR.get(name, archs[0]) in archs
+            name
+            for name in digest.families(CSRC)
+            if name != APART and ONLY_FOR.get(name, archs[0]) in archs
         ]
         lines = ["-lineinfo"] if os.environ.get("FLASH_EXT_LINEINFO") == "1" else []
         self.kernel_flags = [*KERNEL_FLAGS, *lines, self.tools.compress]
@@ -242,11 +256,15 @@ class Plan:
         self.python_dir = BUILD / sys.implementation.cache_tag
         self.generated = self.python_dir / "generated"
         self.write_build_facts(version)
-        self.units = [*self.kernel_units(), *self.binding_units()]
-        objects = [str(unit.object) for unit in self.units]
-        self.link = [*self.tools.command, *LINK_FLAGS, *self.tools.libraries, *objects]
-        facts = (objects, LINK_FLAGS, self.tools.identity)
-        self.library = keyed(self.python_dir / "_C.so", *facts)
+        common = list(self.common_units())
+        needed = [unit for unit in common if unit.source.name in APART_NEEDS]
+        main = [*self.family_units(*self.families), *common, *self.binding_units("binding")]
+        apart = [*self.family_units(APART), *self.binding_units(f"binding/{APART}")]
+        self.units = [*main, *apart]
+        self.libraries = {
+            "_C": self.library("_C", main),
+            "_classic": self.library("_classic", [*apart, *needed]),
+        }
 
     def write_build_facts(self, version: str) -> None:
         """The header by which the binary knows what it was built from."""
@@ -259,19 +277,25 @@ class Plan:
             "HEAD_DIMS": ";".join(map(str, self.head_dims)),
             "DIGESTS": ";".join(f"{name}={value}" for name, value in digests.items()),
         }
-        lines = [f"#define FLASH_EXT_{name} {json.dumps(text)}" for name, text in facts.items()]
+        apart = {"VERSION": version, "ARCHS": facts["ARCHS"], "DIGEST": digests[APART]}
         self.generated.mkdir(parents=True, exist_ok=True)
-        (self.generated / "build_facts.h").write_text("\n".join(["#pragma once", *lines, ""]))
+        for header, told in (("build_facts.h", facts), (f"{APART}_facts.h", apart)):
+            lines = [f"#define FLASH_EXT_{name} {json.dumps(text)}" for name, text in told.items()]
+            (self.generated / header).write_text("\n".join(["#pragma once", *lines, ""]))
 
-    def kernel_units(self) -> Iterator[Unit]:
-        """Objects that know no Python."""
-        for family in self.families:
+    def family_units(self, *families: str) -> Iterator[Unit]:
+        """Objects of kernels."""
+        for family in families:
             folder = CSRC / family
             flags = [*self.kernel_flags, *self.gencode(ONLY_FOR.get(family))]
             for source in sorted([*folder.glob("*.cu"), *folder.glob("inst/*.cu")]):
-                own = [self.head_dims_of(folder)] if source.name == "dispatch.cu" else []
+                dispatch = source.name == "dispatch.cu" and family != APART
+                own = [self.head_dims_of(folder)] if dispatch else []
                 if head_dim_of(source) in (None, *self.head_dims):
                     yield self.unit(source, self.kernel_dir, [*flags, *own])
+
+    def common_units(self) -> Iterator[Unit]:
+        """Objects of the host code that knows no Python."""
         built = [
             f"-DFLASH_EXT_WITH_{name.upper()}={int(name in self.families)}" for name in ONLY_FOR
         ]
@@ -296,7 +320,7 @@ class Plan:
         dims = [str(dim) for dim in self.head_dims if dim in present]
         return "-DFLASH_EXT_HEAD_DIMS=" + "\\,".join(dims)
 
-    def binding_units(self) -> Iterator[Unit]:
+    def binding_units(self, folder: str) -> Iterator[Unit]:
         """Objects of this Python."""
         try:
             import pybind11
@@ -305,8 +329,15 @@ class Plan:
         include_dirs = {sysconfig.get_path(name) for name in ("include", "platinclude")}
         include_dirs.add(pybind11.get_include())
         versions = [pybind11.__version__, sys.version, sysconfig.get_config_var("EXT_SUFFIX")]
-        for source in sorted(CSRC.glob("binding/*.cpp")):
+        for source in sorted((CSRC / folder).glob("*.cpp")):
             yield self.unit(source, self.python_dir, [], sorted(include_dirs), versions)
+
+    def library(self, name: str, units: Sequence[Unit]) -> Library:
+        """An extension of these objects."""
+        objects = [str(unit.object) for unit in units]
+        link = [*self.tools.command, *LINK_FLAGS, *self.tools.libraries, *objects]
+        facts = (objects, LINK_FLAGS, self.tools.identity)
+        return Library(keyed(self.python_dir / f"{name}.so", *facts), tuple(units), link)
 
     def unit(
         self,
@@ -330,8 +361,8 @@ class Plan:
         command = [*self.tools.command, *flags, *outside, *depfile, "-c", str(source)]
         return Unit(source, output, command, inputs)
 
-    def build(self) -> Path:
-        """Make what is missing; the path of the shared library."""
+    def build(self) -> dict[str, Path]:
+        """Make what is missing; the paths of the shared libraries."""
         entries = [
             {
                 "directory": str(Path.cwd()),
@@ -343,14 +374,15 @@ class Plan:
         ]
         (BUILD / "compile_commands.json").write_text(json.dumps(entries, indent=1))
         missing = [unit for unit in self.units if not unit.object.exists()]
-        if missing or not self.library.exists():
+        if missing or not all(library.path.exists() for library in self.libraries.values()):
             self.run_ninja(missing)
         for unit in self.units:
             refuse_unseen_headers(unit)
         refuse_spills(self.units)
-        for path in [self.library, *(unit.object for unit in self.units)]:
+        paths = {name: library.path for name, library in self.libraries.items()}
+        for path in [*paths.values(), *(unit.object for unit in self.units)]:
             forget_old_versions(path)
-        return self.library
+        return paths
 
     def run_ninja(self, missing: Sequence[Unit]) -> None:
         """Compile some units and link all."""
@@ -372,8 +404,10 @@ class Plan:
 
         for unit in missing:  # a source is no input of its edge: the object's name stands for it
             make(unit.object, unit.command, f"compile {unit.source}")
-        objects = " ".join(str(unit.object) for unit in missing)
-        make(self.library, self.link, "link _C", objects)
+        for name, library in self.libraries.items():
+            if not library.path.exists():
+                objects = " ".join(str(unit.object) for unit in missing if unit in library.units)
+                make(library.path, library.link, f"link {name}", objects)
         path = self.python_dir / "build.ninja"
         path.write_text("\n".join([*lines, ""]))
         folders = [os.environ.get("PATH", ""), sysconfig.get_path("scripts")]
@@ -421,16 +455,17 @@ def forget_old_versions(path: Path) -> None:
 
 
 class BuildExtension(build_ext):
-    """Builds the one extension by a `Plan` and puts it where setuptools expects it."""
+    """Builds the extensions by one `Plan` and puts them where setuptools expects them."""
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         BUILD.mkdir(exist_ok=True)
         with (BUILD / ".lock").open("w") as lock:  # other Pythons' builds share the objects
             fcntl.flock(lock, fcntl.LOCK_EX)
-            library = Plan(archs, self.distribution.get_version()).build()
-            target = Path(self.get_ext_fullpath(ext.name))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(library, target)
+            libraries = Plan(archs, self.distribution.get_version()).build()
+            for ext in self.extensions:
+                target = Path(self.get_ext_fullpath(ext.name))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(libraries[ext.name.rpartition(".")[2]], target)
 
 
 class BuildPython(build_py):
@@ -446,6 +481,10 @@ class BuildPython(build_py):
         super().run()
 
 
+EXTENSIONS = [
+    Extension("flash_ext._C", ["csrc/binding/module.cpp"]),
+    Extension("flash_ext._classic", ["csrc/binding/classic/module.cpp"]),
+]
 archs = requested_archs()
 # A front end that builds in isolation asks by egg_info for what the build requires.
 asked = "egg_info" in sys.argv and bool(archs)
@@ -453,7 +492,7 @@ asked = "egg_info" in sys.argv and bool(archs)
 if __name__ == "__main__":
     setup(
         license="BSD-3-Clause",  # here and not in pyproject.toml, whose form of it has changed
-        ext_modules=[Extension("flash_ext._C", ["csrc/binding/module.cpp"])] if archs else [],
+        ext_modules=EXTENSIONS if archs else [],
         cmdclass={"build_ext": BuildExtension, "build_py": BuildPython},
         setup_requires=NVCC_WHEELS if asked and find_nvcc() is None else [],
         options={"build": {"build_base": str(BUILD / "setuptools")}},

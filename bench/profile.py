@@ -17,7 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file: import from the root instead
@@ -107,7 +107,9 @@ def ncu_command(ncu: str, cell: Cell, args: argparse.Namespace) -> list[str]:
     return [ncu, "--clock-control", "none", *which, *what, *python, *words]
 
 
-def read_counters(output: str) -> list[tuple[str, dict[str, float]]]:
+def read_counters(
+    output: str, names: Iterable[str] = tuple(COUNTERS)
+) -> list[tuple[str, dict[str, float]]]:
     """Name and counters of every kernel in what ncu printed.
 
     Raises:
@@ -124,7 +126,7 @@ def read_counters(output: str) -> list[tuple[str, dict[str, float]]]:
             continue
         values = dict(zip(header, line, strict=True))
         found = {}
-        for name in COUNTERS:
+        for name in names:
             try:
                 found[name] = float(values.get(name, "").replace(",", ""))
             except ValueError:

@@ -136,6 +136,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "str": str,
     "int": int,
     "bool": lambda text: {"True": True, "False": False}[text],
+    "float": float,
     "float | None": lambda text: float(text) if text else None,
     "int | None": lambda text: int(text) if text else None,
 }
@@ -188,13 +189,14 @@ def read_csv(path: Path) -> list[Row]:
             raise ValueError(f"{path}:{number}: got {len(line)} fields, expected {len(COLUMNS)}")
         values = dict(zip(COLUMNS, line, strict=True))
         try:
-            rows.append(Row(*(_parsed(part, values) for part in (Environment, Cell, Result))))
+            rows.append(Row(*(parsed(part, values) for part in (Environment, Cell, Result))))
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}:{number}: cannot read a field: {error}") from error
     return rows
 
 
-def _parsed(part: Any, values: Mapping[str, str]) -> Any:
+def parsed(part: Any, values: Mapping[str, str]) -> Any:
+    """A dataclass from the texts of a line."""
     return part(**{f.name: _PARSERS[str(f.type)](values[f.name]) for f in fields(part)})
 
 

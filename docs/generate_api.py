@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
-PACKAGES = ("flash_ext", "flash_ext.flash_attn", "flash_ext.testing")
+PACKAGES = ("flash_ext", "flash_ext.classic", "flash_ext.flash_attn", "flash_ext.testing")
 # What public functions return, without being exported.
 RELATED = {"flash_ext": (("flash_ext.dispatch", "Choice"), ("flash_ext.build", "BuildInfo"))}
 HEADER = """# API

@@ -14,7 +14,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_REBUILD = (
+REBUILD = (
     "Install with nvcc at hand (FLASH_EXT_NVCC, CUDA_HOME or PATH) and without "
     "FLASH_EXT_CUDA_ARCHS=none: `pip install --force-reinstall --no-deps .`, or "
     "`python setup.py build_ext --inplace` in a source tree."
@@ -50,16 +50,16 @@ def _load() -> tuple[ModuleType | None, str]:
     name = f"{__package__}._C"
     spec = importlib.util.find_spec(name)
     if spec is None:
-        return None, f"flash_ext {__version__} is installed without compiled kernels. {_REBUILD}"
+        return None, f"flash_ext {__version__} is installed without compiled kernels. {REBUILD}"
     try:
         module = importlib.import_module(name)
         built = module.build_info()["version"]
     except Exception as error:
-        return None, f"The compiled extension {spec.origin} does not load: {error}. {_REBUILD}"
+        return None, f"The compiled extension {spec.origin} does not load: {error}. {REBUILD}"
     if built != __version__:
         return None, (
             f"The compiled extension {spec.origin} is of version {built}, the Python sources are "
-            f"of version {__version__}. {_REBUILD}"
+            f"of version {__version__}. {REBUILD}"
         )
     return module, ""
 

@@ -51,12 +51,13 @@ def load_setup(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_first_build_makes_everything_and_the_second_nothing(tree: Tree) -> None:
     made = tree.build()
-    assert made.count("link") == 1
+    assert made.count("link") == 2  # _C and _classic
     assert set(instances(64, 128)) < set(made)
     assert {"csrc/binding/module.cpp", "csrc/common/registry.cpp", "csrc/sm80/dispatch.cu"} < set(
         made
     )
-    assert list(tree.root.glob("flash_ext/_C.*.so"))
+    for name in ("_C", "_classic"):
+        assert list(tree.root.glob(f"flash_ext/{name}.*.so"))
     assert tree.build() == []
 
 
@@ -75,6 +76,11 @@ def test_edit_rebuilds_what_reads_the_file(tree: Tree) -> None:
     with (tree.root / instance).open("a") as file:
         file.write("int more;\n")
     assert tree.build() == ["csrc/binding/build_info.cpp", instance, "link"]
+
+    with (tree.root / "csrc/classic/fa1.cu").open("a") as file:
+        file.write("int more;\n")
+    apart = ["csrc/binding/classic/module.cpp", "csrc/classic/fa1.cu"]  # its digest is in both
+    assert tree.build() == ["csrc/binding/build_info.cpp", *apart, "link", "link"]
 
     with (tree.root / "csrc/common/instance.h").open("a") as file:
         file.write("// more\n")
@@ -246,6 +252,7 @@ def test_family_digest_covers_the_headers_it_includes(tmp_path: Path) -> None:
     assert changed("params.h") == {*digest.families(csrc), "binding", "csrc"}
     assert changed("binding/module.cpp") == {"binding", "csrc"}
     assert changed("sm80/config.h") == {"sm80", "csrc"}
+    assert changed("classic/table.cuh") == {"classic", "csrc"}
 
 
 # --- Loading the binary ---

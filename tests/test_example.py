@@ -132,3 +132,31 @@ def test_losses_agree_on_the_gpu(
     text = capsys.readouterr().out
     assert code == 0, text
     assert text.count("MiB") == 2
+
+
+def test_map_of_the_trained_model(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """plot_attention.py draws rows that sum to 1 and look back only."""
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location(
+        "plot_attention", PATH.with_name("plot_attention.py")
+    )
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(script)
+
+    model = train(example).model
+    tokens = example.standard_library_text(96).long()[None]
+    expected = model(tokens)
+    table = script.look(model, 1, tokens, torch.float32)
+    assert table.shape == (2, 48, 48)
+    assert not table.triu(1).any()
+    assert bool((table.sum(-1) <= 1 + 1e-5).all())
+    torch.testing.assert_close(model(tokens), expected)  # the recorder is gone again
+
+    script.plot(table, bytes(tokens[0, -48:].tolist()), "a title", tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+    with pytest.raises(SystemExit, match="--layer must be one of 0 to 1, not 2"):
+        script.main(["--layer", "2", "--device", "cpu"])

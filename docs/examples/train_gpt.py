@@ -133,6 +133,7 @@ class Run:
     losses: list[float]  # one a step, nats per byte
     tokens_per_second: float
     peak_bytes: int | None  # device memory, None on CPU
+    model: GPT
 
 
 def train(
@@ -179,6 +180,7 @@ def train(
         losses=torch.stack(losses).tolist(),
         tokens_per_second=(config.steps - untimed) * config.batch * config.seqlen / seconds,
         peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        model=model,
     )
 
 

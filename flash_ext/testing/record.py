@@ -42,6 +42,8 @@ KERNEL_TESTS = (
     *("test_attention.py", "test_field_cases.py", "test_modifiers.py"),
     *("test_varlen.py", "test_varlen_gpu.py"),
 )
+CLASSIC = "classic"
+CLASSIC_TESTS = ("test_classic.py",)  # run on the kernels of classic alone
 KIT = ("cases", "numeric", "oracle")  # modules of flash_ext.testing that decide what passes
 Entry = dict[str, Any]
 
@@ -60,12 +62,16 @@ class Suite:
         files = sorted((root / "tests").glob("test_*.py"))
         if self.marker == "multi_gpu":
             return files
+        if self.sources == CLASSIC:
+            return [path for path in files if path.name in CLASSIC_TESTS]
+        files = [path for path in files if path.name not in CLASSIC_TESTS]
         return [path for path in files if (path.name in KERNEL_TESTS) == self.kernels]
 
 
 SUITES = {
     "sm80": Suite("sm80", "gpu and not multi_gpu", kernels=True, sanitizers=SANITIZERS),
     "sm90": Suite("sm90", "gpu and not multi_gpu", kernels=True, sanitizers=SANITIZERS),
+    CLASSIC: Suite(CLASSIC, "gpu and not multi_gpu", kernels=True, sanitizers=SANITIZERS),
     "binding": Suite("binding", "gpu and not multi_gpu", kernels=False),
     "multi_gpu": Suite("binding", "multi_gpu", kernels=False, optional=True),
 }
@@ -94,6 +100,8 @@ def loaded_digest(family: str) -> str:
     """The same digest of what is loaded: the C++ as the binary reports it, the Python imported."""
     import flash_ext
 
+    if family == CLASSIC:
+        return flash_ext.classic.source_digest()
     cpp = flash_ext.build_info().digests.get(SUITES[family].sources, "absent")
     return _with_python(cpp, Path(flash_ext.__file__).parent, family)
 
@@ -178,7 +186,7 @@ def run_tests(
             "--continue-on-collection-errors",
             *("-p", "flash_ext.testing.sharding", "--shard", shard, "--summary", str(summary)),
             *("--stop-after", str(seconds), "-p", "no:cacheprovider"),
-            *(["--kernel-family", family] if suite.kernels else []),
+            *(["--kernel-family", family] if suite.kernels and family != CLASSIC else []),
             *(str(path.relative_to(root)) for path in suite.tests(root)),
         ]
         process = subprocess.Popen(
