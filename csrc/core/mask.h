@@ -26,8 +26,7 @@ class BandMask {
         seqlen_k_(static_cast<int>(shape.seqlen_k)),
         // A side without limit reaches past both sequences, each of which is below kMaxSeqlen.
         left_(seqlen_k_ - seqlen_q_ - limit(window.left)),
-        right_(seqlen_k_ - seqlen_q_ + limit(window.right)),
-        limits_left_(window.left >= 0) {}
+        right_(seqlen_k_ - seqlen_q_ + limit(window.right)) {}
 
   // Keys that query `row` sees; the range is empty (begin >= end) where it sees none.
   __device__ __forceinline__ int first_key(int row) const { return max(0, row + left_); }
@@ -50,7 +49,7 @@ class BandMask {
   }
 
   // Whether any row's keys begin behind key 0.
-  __device__ __forceinline__ bool limits_left() const { return limits_left_; }
+  __device__ __forceinline__ bool limits_left() const { return seqlen_q_ - 1 + left_ > 0; }
 
   // Query tiles of kBlockM with a row that sees any of the keys [keys.begin, keys.end) ...
   template <int kBlockM>
@@ -80,7 +79,6 @@ class BandMask {
   int seqlen_k_;
   int left_;   // first visible key relative to the row
   int right_;  // last visible key relative to the row
-  bool limits_left_;
 };
 
 // Sets scores (16 kM, 8 kN) of keys a row does not see to -inf. `row` and `key` are the
