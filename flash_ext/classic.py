@@ -39,7 +39,7 @@ class Algorithm:
         return 4 * self.scores + 2 * self.probabilities
 
 
-_WIDE = Algorithm(block_m=128, block_n={64: 96, 128: 64})
+_WIDE = Algorithm(block_m=128, block_n={64: 96, 128: 48})
 ALGORITHMS = {
     "three_pass": Algorithm(scores=True, probabilities=True, row_statistics=True),
     "two_pass": Algorithm(scores=True, row_statistics=True),

@@ -11,7 +11,7 @@ namespace flash_ext::classic {
 namespace {
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads)
+__global__ void __launch_bounds__(T::kThreads, 2)
     flash_sequence_parallel(const __grid_constant__ Params params) {
   extern __shared__ char smem_raw[];
   auto& smem = *reinterpret_cast<ColumnStorage<T>*>(smem_raw);

@@ -5,15 +5,38 @@
 
 #include "classic/tile.h"
 #include "core/softmax.h"
-#include "ptx/registers.h"
 
 namespace flash_ext::classic {
+
+// Where a block stands. Last tiles first: under a causal mask they see the most keys.
+template <typename T>
+struct QueryPlace {
+  int tile;
+  Head head;
+  Range rows;
+  int key_tiles;    // that any of the rows sees
+  int whole_tiles;  // of these, those that need no mask
+
+  __device__ __forceinline__ explicit QueryPlace(const Params& params)
+      : tile(tile_count(params) - 1 - static_cast<int>(blockIdx.x % tile_count(params))),
+        head(params.shape, blockIdx.x / tile_count(params)),
+        rows(query_rows<T>(params.shape, tile)) {
+    const BandMask mask(params.shape, params.window);
+    key_tiles = mask.template touched_key_tiles<T::kBlockN>(rows).end;
+    whole_tiles = mask.template whole_key_tiles<T::kBlockN>(rows).end;
+  }
+
+  static __device__ __forceinline__ int tile_count(const Params& params) {
+    return ceil_div(static_cast<int>(params.shape.seqlen_q), T::kBlockM);
+  }
+};
 
 template <typename T, int kStages>
 struct RowStorage {
   alignas(128) char q[T::QTile::kBytes];
   alignas(128) char k[kStages][T::KTile::kBytes];
   alignas(128) char v[kStages][T::KTile::kBytes];
+  QueryPlace<T> place;  // here and not in registers, which O and S fill
 };
 
 // The largest score of row (m, h) of a tile, for all lanes of its quad.
@@ -125,24 +148,6 @@ struct LazySoftmax {
   }
 };
 
-// Where a block stands. Cheap enough to find out again where it is needed.
-template <typename T>
-struct QueryPlace {
-  int tile;
-  Head head;
-  Range rows;
-
-  // Last tiles first: under a causal mask they see the most keys.
-  __device__ __forceinline__ explicit QueryPlace(const Shape& shape, uint32_t block)
-      : tile(tile_count(shape) - 1 - static_cast<int>(block % tile_count(shape))),
-        head(shape, block / tile_count(shape)),
-        rows(query_rows<T>(shape, tile)) {}
-
-  static __device__ __forceinline__ int tile_count(const Shape& shape) {
-    return ceil_div(static_cast<int>(shape.seqlen_q), T::kBlockM);
-  }
-};
-
 // O of one query tile. With two stages the next tile of K and V is loaded beside the present one.
 template <typename T, template <int> class Softmax, int kStages>
 __device__ __forceinline__ void attend_rows(const Params& params, RowStorage<T, kStages>& smem) {
@@ -152,24 +157,22 @@ __device__ __forceinline__ void attend_rows(const Params& params, RowStorage<T, 
   static_assert(kWarpRows % 16 == 0, "a warp owns whole fragments");
   static_assert(kStages == 1 || kStages == 2, "at most one tile is loaded ahead");
 
-  const Shape& shape = params.shape;
   const int lane = threadIdx.x % kWarpSize;
   const int warp_row = threadIdx.x / kWarpSize * kWarpRows;
-  const QueryPlace<T> place(shape, ptx::block_index());
-  const BandMask mask(shape, params.window);
-  // From the last tile to the first, so that the masked ones come first.
-  int key_tile = mask.template touched_key_tiles<T::kBlockN>(place.rows).end - 1;
+  if (threadIdx.x == 0) smem.place = QueryPlace<T>(params);
+  __syncthreads();
 
   const auto load_tile = [&](int tile) {
-    const Head head = QueryPlace<T>(shape, ptx::block_index()).head;
+    const Head& head = smem.place.head;
     load_keys<T>(params, params.k, head, tile, smem.k[tile % kStages]);
     load_keys<T>(params, params.v, head, tile, smem.v[tile % kStages]);
   };
   Softmax<kM> softmax;
   Accumulator<kM, T::kHeadDim / 8> out;  // (kWarpRows, D)
   clear(out);
+  int key_tile = smem.place.key_tiles - 1;  // the last first, so that masks come first
   if (key_tile >= 0) {
-    load_queries<T>(params, place.head, place.tile, smem.q);
+    load_queries<T>(params, smem.place.head, smem.place.tile, smem.q);
     if (kStages == 2) load_tile(key_tile);
   }
   for (; key_tile >= 0; --key_tile) {
@@ -180,11 +183,9 @@ __device__ __forceinline__ void attend_rows(const Params& params, RowStorage<T, 
 
     Accumulator<kM, T::kBlockN / 8> scores;  // (kWarpRows, kBlockN)
     multiply_scores<T>(scores, smem.q, warp_row, smem.k[stage], 0, lane);
-    const Range seen_rows = QueryPlace<T>(shape, ptx::block_index()).rows;
-    const BandMask band(shape, params.window);
-    if (key_tile >= band.template whole_key_tiles<T::kBlockN>(seen_rows).end)
-      apply_mask(scores, band, seen_rows.begin + warp_row + lane / 4,
-                 key_tile * T::kBlockN + lane % 4 * 2);
+    if (key_tile >= smem.place.whole_tiles)
+      apply_mask(scores, BandMask(params.shape, params.window),
+                 smem.place.rows.begin + warp_row + lane / 4, key_tile * T::kBlockN + lane % 4 * 2);
     softmax.step(scores, out, params.softmax_scale * kLog2E);
 
     uint32_t p[kM][T::kBlockN / 16][4];  // (kWarpRows, kBlockN) as A fragments
@@ -194,8 +195,7 @@ __device__ __forceinline__ void attend_rows(const Params& params, RowStorage<T, 
     if (kStages == 1) __syncthreads();  // nobody still reads the tile
   }
   softmax.finish(out);
-  const QueryPlace<T> here(shape, ptx::block_index());
-  write_rows<T>(params, here.head, here.rows.begin, out, smem.q, warp_row, lane);
+  write_rows<T>(params, smem.place.head, smem.place.rows.begin, out, smem.q, warp_row, lane);
 }
 
 }  // namespace flash_ext::classic

@@ -34,9 +34,9 @@ struct Tiles {
   using KTile = SmemTile<kBlockN, kHeadDim>;  // V has the same tile
 };
 
-// Twice the rows, as many keys as registers then leave room for: the tiles of the generic family.
+// Twice the rows, and as many keys as registers then leave room for.
 template <int kHeadDim>
-using WideTiles = Tiles<kHeadDim, 128, kHeadDim == 64 ? 96 : 64>;
+using WideTiles = Tiles<kHeadDim, 128, kHeadDim == 64 ? 96 : 48>;
 
 // One query head of one batch entry.
 struct Head {
@@ -45,10 +45,10 @@ struct Head {
   int query_head;
   int key_head;
 
-  __device__ __forceinline__ Head(const Shape& shape, int64_t index_)
+  __device__ __forceinline__ Head(const Shape& shape, uint32_t index_)
       : index(index_),
-        batch(index_ / shape.heads_q),
-        query_head(static_cast<int>(index_ % shape.heads_q)),
+        batch(index_ / static_cast<uint32_t>(shape.heads_q)),
+        query_head(index_ % static_cast<uint32_t>(shape.heads_q)),
         key_head(query_head / (shape.heads_q / shape.heads_k)) {}
 };
 
