@@ -66,7 +66,7 @@ def attention_map(
     B, Sq, Sk, Hq, Hk, D, _ = problem.check_inputs(
         *(q, k, k, attn_bias, alibi_slopes, sinks),
         bhsd=bhsd,
-        device_type=q.device.type,
+        device_type="cpu",  # PyTorch's operations: every dtype, wherever the tensors are
         autocast=autocast,
     )
     if lse is not None:

@@ -239,6 +239,9 @@ class GuardedExtension:
     def __init__(self) -> None:
         self.real = build.extension()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
     def forward(self, *args: Any) -> None:
         self._call("forward", args)
 
