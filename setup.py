@@ -287,7 +287,7 @@ class Plan:
         """Objects of kernels."""
         for family in families:
             folder = CSRC / family
-            flags = [*self.kernel_flags, *self.gencode(ONLY_FOR.get(family))]
+            flags = [*self.kernel_flags, *self.gencode(ONLY_FOR.get(family), family == APART)]
             for source in sorted([*folder.glob("*.cu"), *folder.glob("inst/*.cu")]):
                 dispatch = source.name == "dispatch.cu" and family != APART
                 own = [self.head_dims_of(folder)] if dispatch else []
@@ -304,12 +304,16 @@ class Plan:
             own = built if source.stem == "registry" else []
             yield self.unit(source, self.kernel_dir, [*flags, *own])
 
-    def gencode(self, only: str | None = None) -> list[str]:
-        """Native code for every architecture, or for one, and PTX where it is asked for."""
+    def gencode(self, only: str | None = None, small: bool = False) -> list[str]:
+        """Native code for every architecture, or for one, and PTX where it is asked for.
+
+        A small one has no native code where there is PTX of the same architecture: the driver
+        compiles it at the first use.
+        """
         flags = []
         for arch in self.archs:
             number, _, ptx = arch.partition("+")
-            if only in (None, arch):
+            if only in (None, arch) and not (small and f"{arch}+PTX" in self.archs):
                 code = f"compute_{number}" if ptx else f"sm_{number}"
                 flags.append(f"-gencode=arch=compute_{number},code={code}")
         return flags
