@@ -58,28 +58,48 @@ __device__ __forceinline__ void add_bias(float (&scores)[kM][kN][4], const Table
     using T = decltype(element);
     using Offset = FragmentOffset<kAxes>;
     const T* const first = static_cast<const T*>(bias.data) + table_offset(bias, at);
-    if (kAxes == Axes::kQueriesDown && in_pairs) {
+    // Away from the edges a row of fragments is fetched whole before any of it is used: one
+    // latency for all of them.
+    const bool inside =
+        Offset::row(kM - 1, kN - 1, 3) < rows && Offset::key(kM - 1, kN - 1, 3) < keys;
+    if (kAxes == Axes::kQueriesDown && in_pairs && inside) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int row = Offset::row(m, 0, 2 * h);
-          const T* const of_row = first + row * bias.row_stride;
+          const T* const of_row = first + Offset::row(m, 0, 2 * h) * bias.row_stride;
+          BiasPair<T> pairs[kN];
+#pragma unroll
+          for (int n = 0; n < kN; ++n)
+            pairs[n] = *reinterpret_cast<const BiasPair<T>*>(of_row + 8 * n);
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
             float (&x)[4] = scores[m][n];
-            if (row >= rows) {
-              x[2 * h] = x[2 * h + 1] = -INFINITY;
-            } else if (8 * n + 1 < keys) {
-              const auto pair = *reinterpret_cast<const BiasPair<T>*>(of_row + 8 * n);
-              x[2 * h] = biased(x[2 * h], bias_value(pair.first));
-              x[2 * h + 1] = biased(x[2 * h + 1], bias_value(pair.second));
-            } else if (8 * n < keys) {
-              x[2 * h] = biased(x[2 * h], bias_value(of_row[8 * n]));
-            }
+            x[2 * h] = biased(x[2 * h], bias_value(pairs[n].first));
+            x[2 * h + 1] = biased(x[2 * h + 1], bias_value(pairs[n].second));
           }
         }
       return;
+    }
+    if constexpr (kAxes == Axes::kKeysDown && sizeof(T) == 2) {
+      if (inside) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          T values[kM][4];
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              values[m][i] = first[Offset::row(m, n, i) * bias.row_stride +
+                                   Offset::key(m, n, i) * bias.key_stride];
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              scores[m][n][i] = biased(scores[m][n][i], bias_value(values[m][i]));
+        }
+        return;
+      }
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n)
