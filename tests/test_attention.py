@@ -405,3 +405,25 @@ def test_under_sanitizer(case: Case) -> None:
     found = run(replace(inputs, **there))
     gradients = {name: x.cpu() for name, x in found.gradients.items()}
     hold(inputs, Outcome(found.out.cpu(), found.lse.cpu(), gradients))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_repeats_under_load(head_dim: int) -> None:
+    """Blocks may take tiles in another order, under load above all: the bits stay."""
+    device = torch.device("cuda")
+    case = Case(2, 900, 1100, 16, 4, head_dim, dtype=torch.bfloat16, causal=True)
+    inputs = make_inputs(case, device)
+    load, side = torch.randn(2048, 2048, device=device), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        out, lse = attend(inputs)
+        differ = torch.zeros((), dtype=torch.int64, device=device)
+        for repeat in range(1000):
+            if repeat % 8 == 0:
+                with torch.cuda.stream(side):
+                    torch.mm(load, load)
+            again, lse_again = attend(inputs)
+            differ += (again != out).sum() + (lse_again != lse).sum()
+    side.synchronize()
+    assert differ.item() == 0
