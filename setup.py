@@ -305,11 +305,7 @@ class Plan:
             yield self.unit(source, self.kernel_dir, [*flags, *own])
 
     def gencode(self, only: str | None = None, small: bool = False) -> list[str]:
-        """Native code for every architecture, or for one, and PTX where it is asked for.
-
-        A small one has no native code where there is PTX of the same architecture: the driver
-        compiles it at the first use.
-        """
+        """Native code for every architecture, or for one, and PTX; `small`: not both of one."""
         flags = []
         for arch in self.archs:
             number, _, ptx = arch.partition("+")
