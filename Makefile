@@ -11,13 +11,16 @@
 #                  gpu-record-check names the families that have to run again
 #   make sass      registers, memory and instructions of every built kernel
 #   make ladder    the road to FlashAttention, measured: docs/results/ladder.md
-#   make ncu       PROFILE_ARGS="--pass backward": the hardware's counters of one kernel
+#   make ncu       CASE="sdpa-flash backward D64 causal S4k": the hardware's counters of each kernel
+#                  of one case, a table and a report for the GUI; PROFILE_ARGS="--out prefix ..."
+#   make nsys      CASE=...: when each call and kernel of it runs
+#   make roofline  the kernels profiled so far under the card's roofs
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: venv install test demo lint format device gpu-test gpu-record-check sass ladder ncu api
-.PHONY: clean
+.PHONY: venv install test demo lint format device gpu-test gpu-record-check sass ladder ncu nsys
+.PHONY: roofline api clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,6 +29,7 @@ DEVICE_PYTHON ?= python3.12
 TORCH ?= torch>=2.10
 PYTEST_ARGS ?=
 TRAIN_ARGS ?=
+CASE ?=
 PROFILE_ARGS ?=
 FAMILY ?= sm80
 SHARD ?= 1/1
@@ -110,7 +114,13 @@ ladder:
 	$(RUN) -m bench.ladder_report bench/results/ladder.csv --out docs/results
 
 ncu:
-	$(RUN) -m bench.profile $(PROFILE_ARGS)
+	$(RUN) -m bench.profile $(CASE) $(PROFILE_ARGS)
+
+nsys:
+	$(RUN) -m bench.profile $(CASE) --timeline nsys $(PROFILE_ARGS)
+
+roofline:
+	$(RUN) -m bench.roofline bench/results/tmp/profile/*.csv
 
 api:
 	$(PYTHON) docs/generate_api.py

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import csv
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -37,7 +36,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from bench import cli, ladder_bytes, profile, schema, tables
+from bench import cli, ladder_bytes, ncu, schema, tables
 from bench.attention import run_cell
 from bench.providers import PROVIDERS, Provider, make_inputs
 from bench.schema import Cell, Environment, Row
@@ -167,7 +166,7 @@ def run_items(todo: Sequence[tuple[Cell, str]], device: torch.device) -> None:
         with torch.autograd.set_multithreading_enabled(False):  # the range is this thread's
             call()
             torch.cuda.synchronize(device)
-            torch.cuda.nvtx.range_push(profile.RANGE)
+            torch.cuda.nvtx.range_push(ncu.RANGE)
             torch.cuda._sleep(1)
             call()
             torch.cuda.synchronize(device)
@@ -177,11 +176,11 @@ def run_items(todo: Sequence[tuple[Cell, str]], device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def ncu_command(ncu: str, argv: Sequence[str]) -> list[str]:
+def ncu_command(tool: str, argv: Sequence[str]) -> list[str]:
     """The command that counts what `--only-run` with the same arguments runs."""
     return [
-        ncu, "--clock-control", "none", "--target-processes", "all",
-        "--nvtx", "--nvtx-include", f"{profile.RANGE}/", "--metrics", ",".join(COUNTERS),
+        tool, "--clock-control", "none", "--target-processes", "all",
+        "--nvtx", "--nvtx-include", f"{ncu.RANGE}/", "--metrics", ",".join(COUNTERS),
         "--print-units", "base", "--page", "raw", "--csv", "--print-kernel-base", "function",
         sys.executable, "-m", "bench.ladder", "--only-run", *argv,
     ]  # fmt: skip
@@ -193,12 +192,7 @@ def read_items(output: str) -> dict[int, list[dict[str, float]]]:
     Raises:
         ValueError: no table, or not one marker for each step.
     """
-    if "ERR_NVGPUCTRPERM" in output:
-        raise ValueError(
-            "this user may not read the GPU's counters: an administrator has to allow it "
-            "(NVreg_RestrictProfilingToAdminUsers=0), or ncu has to run as root"
-        )
-    kernels = profile.read_counters(output, COUNTERS)
+    kernels = ncu.read_counters(output, COUNTERS)
     found: list[list[dict[str, float]]] = []
     for name, counters in kernels:
         if MARKER in name:
@@ -290,17 +284,14 @@ def count(args: argparse.Namespace, argv: Sequence[str], env: Environment) -> li
     Raises:
         ValueError: it is absent, failed, or may not read the counters.
     """
-    ncu = profile.find_ncu()
-    if ncu is None:
+    tool = ncu.find_tool("ncu")
+    if tool is None:
         raise ValueError("ncu is not found on PATH or in CUDA_HOME: install Nsight Compute")
-    command = ncu_command(ncu, argv)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0 and "ERR_NVGPUCTRPERM" not in done.stdout:
-        raise ValueError(f"ncu ended with {done.returncode}:\n{done.stdout[-2000:].strip()}")
+    output = ncu.run(ncu_command(tool, argv))
     todo = items(counted_cells(args), args.rungs)
     return [
         CountedRow(env, *todo[number], summed(kernels, tile_of(*todo[number])))
-        for number, kernels in read_items(done.stdout).items()
+        for number, kernels in read_items(output).items()
     ]
 
 

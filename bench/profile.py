@@ -1,183 +1,78 @@
-"""The hardware's counters of one case, by Nsight Compute.
+"""One case of one provider under a profiler.
 
-    python -m bench.profile --provider flash_ext --pass backward --head-dim 128 --seqlen 4k
+    python -m bench.profile flash_ext backward D128 causal S4k
+    python -m bench.profile sdpa-flash D64 S16k --timeline torch
 
-runs `ncu` on a process that runs the case within the NVTX range `profile_target`, and prints a
-table with a column for each kernel. `--report FILE` collects everything for the GUI instead.
-`--print-command` prints the `ncu` command and needs no GPU; `--only-run` is what that command
-starts: the case without `ncu`, which also suits other tools.
+The first asks Nsight Compute for the hardware's counters. It prints a line for each kernel and
+writes PREFIX.csv, which bench.roofline reads, and PREFIX.ncu-rep for the GUI. `--timeline nsys`
+has Nsight Systems record when each call and kernel runs (PREFIX.nsys-rep), `--timeline torch` has
+PyTorch's profiler do so (PREFIX.json, for chrome://tracing or Perfetto). Files appear once they are
+complete; exit code 1 if the profiler failed or may not read the counters.
+
+A case is words in any order, each in place of an option: a provider (or a step of the road, such as
+fa1), a pass, a mask, a dtype, and D64 or S4k for the head dim and the sequence length.
+
+`--print-command` prints the command that starts the profiler and needs no GPU; `--only-run` is what
+that command starts: the case, warmed up and run once within the NVTX range `profile_target`, which
+also suits other tools.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import os
 import shlex
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and not __package__:  # run as a file: import from the root instead
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
-from bench import cli, schema, tables
-from bench.providers import PROVIDERS, make_inputs
+from bench import cli, ladder, ncu, providers, schema
+from bench.ncu import RANGE, Kernel
 from bench.schema import Cell
 
-RANGE = "profile_target"
+PROVIDERS = {**providers.PROVIDERS, **ladder.RUNGS}
 OUR_KERNELS = "regex:^flash_"  # and not what PyTorch launches beside them
-
-# What a number is shown in: name -> (factor, decimals).
-UNITS = {
-    "us": (1e-3, 1),  # from nanoseconds
-    "MiB": (2**-20, 1),
-    "KiB": (2**-10, 0),
-    "%": (1.0, 1),
-    "k": (1e-3, 0),
-    "": (1.0, 0),
-    "warps": (1.0, 2),
-}
-STALLS = (
-    "selected", "not_selected", "wait", "short_scoreboard", "long_scoreboard", "barrier",
-    "math_pipe_throttle", "mio_throttle", "lg_throttle", "dispatch_stall", "no_instruction",
-    "branch_resolving", "membar", "sleeping",
-)  # fmt: skip
-HOPPER_ONLY = "sm__inst_executed_pipe_tensor_op_gmma.sum"
-# Nsight Compute's counter -> (what it says, unit)
-COUNTERS = {
-    "gpu__time_duration.sum": ("time", "us"),
-    "launch__grid_size": ("thread blocks", ""),
-    "launch__block_size": ("threads a block", ""),
-    "launch__registers_per_thread": ("registers a thread", ""),
-    "launch__shared_mem_per_block_dynamic": ("shared memory a block", "KiB"),
-    "sm__warps_active.avg.pct_of_peak_sustained_active": ("occupancy: warps resident", "%"),
-    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": ("tensor pipe busy", "%"),
-    "smsp__issue_active.avg.pct_of_peak_sustained_active": ("issue slots busy", "%"),
-    "smsp__inst_executed.sum": ("instructions of a warp", "k"),
-    "sm__inst_executed_pipe_tensor_op_hmma.sum": ("HMMA", "k"),
-    HOPPER_ONLY: ("HGMMA", "k"),
-    "dram__bytes_read.sum": ("DRAM read", "MiB"),
-    "dram__bytes_write.sum": ("DRAM written", "MiB"),
-    "lts__t_bytes.sum": ("L2 traffic", "MiB"),
-    "l1tex__m_xbar2l1tex_read_bytes.sum": ("L2 to multiprocessors", "MiB"),
-    "lts__t_sectors_op_red.sum": ("L2 reductions, sectors of 32 bytes", "k"),
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed": (
-        "shared-memory data pipe busy", "%"),
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": ("shared-memory wavefronts", "k"),
-    "l1tex__data_bank_conflicts_pipe_lsu.sum": ("bank conflicts", "k"),
-    **{
-        f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": (
-            f"warps per issue: {reason.replace('_', ' ')}", "warps")
-        for reason in STALLS
-    },
-}  # fmt: skip
+WARMUP = 3
+INSTALL = {"ncu": "Nsight Compute", "nsys": "Nsight Systems, or use --timeline torch"}
+ENDINGS = {"ncu": ("csv", "ncu-rep"), "nsys": ("nsys-rep",), "torch": ("json",)}
+WORDS: tuple[tuple[str, Any], ...] = (
+    ("provider", PROVIDERS),
+    ("pass_name", schema.PASSES),
+    ("mask", schema.MASKS),
+    ("dtype", schema.DTYPES),
+)
+NUMBERS = {"D": "head_dim", "S": "seqlen"}
 
 
-def find_ncu() -> str | None:
-    """Path of ncu from PATH or a CUDA toolkit, or None."""
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    folders = [str(Path(home, "bin")) for home in (*homes, "/usr/local/cuda") if home]
-    return shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
+def case_word(text: str) -> tuple[str, object]:
+    """The option that a word of a case stands for, and its value."""
+    for option, names in WORDS:
+        if text in names:
+            return option, text
+    if text[:1] in NUMBERS:
+        return NUMBERS[text[0]], cli.positive(text[1:])
+    expected = ", ".join(name for _, names in WORDS for name in names)
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected D64, S4k or one of {expected}")
 
 
-def ncu_command(ncu: str, cell: Cell, args: argparse.Namespace) -> list[str]:
-    """The command that profiles the kernels of the range: counters as CSV, or a full report."""
-    case = {
-        "--provider": args.provider, "--pass": cell.pass_name, "--head-dim": cell.D,
-        "--seqlen": cell.Sq, "--mask": cell.mask, "--tokens": args.tokens,
-        "--hidden": args.hidden, "--group": args.group, "--dtype": cell.dtype,
-    }  # fmt: skip
-    if args.report is None:
-        hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
-        counters = [name for name in COUNTERS if hopper or name != HOPPER_ONLY]
-        what = ["--metrics", ",".join(counters), "--print-units", "base", "--page", "raw", "--csv",
-                "--print-kernel-base", "function"]  # fmt: skip
-    else:
-        what = ["--set", "full", "--import-source", "yes", "--force-overwrite", "-o", args.report]
-    which = ["--target-processes", "all", "--nvtx", "--nvtx-include", f"{RANGE}/"]
-    if PROVIDERS[args.provider].ours:
-        which += ["--kernel-name", OUR_KERNELS]
-    words = [str(word) for pair in case.items() for word in pair]
-    python = [sys.executable, "-m", "bench.profile", "--only-run"]
-    return [ncu, "--clock-control", "none", *which, *what, *python, *words]
-
-
-def read_counters(
-    output: str, names: Iterable[str] = tuple(COUNTERS)
-) -> list[tuple[str, dict[str, float]]]:
-    """Name and counters of every kernel in what ncu printed.
-
-    Raises:
-        ValueError: there is no table in it, or no kernel in the table.
-    """
-    lines = output.splitlines()
-    starts = [number for number, line in enumerate(lines) if line.startswith('"ID",')]
-    if not starts:
-        raise ValueError(f"ncu printed no table of counters:\n{output.strip()}")
-    header, _, *body = csv.reader(lines[starts[0] :])  # the second line holds units
-    kernels = []
-    for line in body:
-        if len(line) != len(header):
-            continue
-        values = dict(zip(header, line, strict=True))
-        found = {}
-        for name in names:
-            try:
-                found[name] = float(values.get(name, "").replace(",", ""))
-            except ValueError:
-                continue  # "n/a", or a counter that this GPU lacks
-        kernels.append((values["Kernel Name"], found))
-    if not kernels:
-        raise ValueError(f"no kernel ran within the range {RANGE}:\n{output.strip()}")
-    return kernels
-
-
-def counters_table(kernels: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """A column for each kernel; the reasons why warps wait come last, the greatest first."""
-
-    def total(counter: str) -> float:
-        return sum(
-            found.get(counter, 0.0) * found.get("gpu__time_duration.sum", 1.0)
-            for _, found in kernels
-        )
-
-    plain = [name for name, (_, unit) in COUNTERS.items() if unit != "warps"]
-    stalls = [name for name, (_, unit) in COUNTERS.items() if unit == "warps"]
-    body = []
-    for counter in plain + sorted(stalls, key=total, reverse=True):
-        label, unit = COUNTERS[counter]
-        factor, decimals = UNITS[unit]
-        figures = [
-            f"{found[counter] * factor:,.{decimals}f}" if counter in found else "–"
-            for _, found in kernels
-        ]
-        body.append([f"{label}, {unit}" if unit and unit != "warps" else label, *figures])
-    return tables.render(["counter", *(name for name, _ in kernels)], body)
-
-
-def run_case(cell: Cell, provider: str, warmup: int = 3) -> None:
-    """Warm up, then run the case once within the range.
-
-    The range belongs to the thread that opened it, so backward runs in this thread too.
-    """
-    call = PROVIDERS[provider].prepare(cell.pass_name, make_inputs(cell, torch.device("cuda", 0)))
-    with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(warmup):
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.nvtx.range_push(RANGE)
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.nvtx.range_pop()
+class _SetOptions(argparse.Action):
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None
+    ) -> None:
+        for name, value in values or ():
+            setattr(namespace, name, value)
 
 
 def parser() -> argparse.ArgumentParser:
     p = cli.new_parser("profile", __doc__)
+    p.add_argument("case", type=case_word, nargs="*", action=_SetOptions)
     p.add_argument("--provider", choices=PROVIDERS, default="flash_ext")
     p.add_argument("--pass", dest="pass_name", choices=schema.PASSES, default="forward")
     p.add_argument("--head-dim", type=cli.positive, default=128)
@@ -186,11 +81,112 @@ def parser() -> argparse.ArgumentParser:
     cli.add_tokens(p)
     p.add_argument("--group", type=cli.positive, default=1, help="query heads per key head")
     p.add_argument("--dtype", choices=schema.DTYPES, default="bfloat16")
-    p.add_argument("--report", help="collect everything into this report file for the GUI")
+    p.add_argument("--timeline", choices=("nsys", "torch"), help="when, in place of how much")
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                   help="cpu: with --timeline torch only")  # fmt: skip
+    p.add_argument("--out", type=Path, metavar="PREFIX", help="by default "
+                   "bench/results/tmp/profile/ and the name of the case")  # fmt: skip
     only = p.add_mutually_exclusive_group()
     only.add_argument("--print-command", action="store_true", help="print the command, run nothing")
-    only.add_argument("--only-run", action="store_true", help="run the case, without ncu")
+    only.add_argument("--only-run", action="store_true", help="run the case, without a profiler")
     return p
+
+
+def prefix(cell: Cell, provider: str) -> Path:
+    """Where the files of a case go."""
+    c = cell
+    heads = f"H{c.Hq}" if c.Hq == c.Hk else f"H{c.Hq}of{c.Hk}"
+    name = f"{provider}-{c.pass_name}-{c.dtype}-{c.mask}-B{c.B}-{heads}-S{c.Sq}-D{c.D}"
+    return Path("bench/results/tmp/profile") / name
+
+
+def beside(out: Path, ending: str) -> Path:
+    return out.with_name(f"{out.name}.{ending}")
+
+
+@contextmanager
+def complete(out: Path) -> Iterator[Path]:
+    """A prefix whose files become those of `out` once the block has ended without an error."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".profile-") as folder:
+        yield Path(folder, out.name)
+        for file in sorted(Path(folder).iterdir()):
+            file.replace(out.parent / file.name)
+
+
+def case_command(cell: Cell, args: argparse.Namespace) -> list[str]:
+    """What runs under Nsight."""
+    case = {
+        "--provider": args.provider, "--pass": cell.pass_name, "--head-dim": cell.D,
+        "--seqlen": cell.Sq, "--mask": cell.mask, "--tokens": args.tokens,
+        "--hidden": args.hidden, "--group": args.group, "--dtype": cell.dtype,
+    }  # fmt: skip
+    words = [str(word) for pair in case.items() for word in pair]
+    return [sys.executable, "-m", "bench.profile", "--only-run", *words]
+
+
+def command(tool: str, cell: Cell, args: argparse.Namespace, out: Path) -> list[str]:
+    """The command that profiles the case; `tool` is ncu, or nsys with --timeline."""
+    program = case_command(cell, args)
+    if args.timeline == "nsys":
+        return [tool, "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
+                "--force-overwrite=true", f"--output={out}", *program]  # fmt: skip
+    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
+    kernels = OUR_KERNELS if PROVIDERS[args.provider].ours else ""
+    return ncu.count_command(tool, beside(out, "ncu-rep"), program, kernels, hopper)
+
+
+def count(tool: str, cell: Cell, args: argparse.Namespace, out: Path) -> list[Kernel]:
+    """The kernels that Nsight Compute counts, written to OUT.ncu-rep and OUT.csv.
+
+    Raises:
+        ValueError: it failed, may not read the counters, or saw no kernel.
+    """
+    report = beside(out, "ncu-rep")
+    ncu.run(command(tool, cell, args, out), report)
+    environment = cli.environment(torch.device("cuda", 0))
+    kernels = [
+        Kernel(environment, cell, args.provider, name, counters)
+        for name, counters in ncu.read_counters(ncu.run(ncu.read_command(tool, report)))
+    ]
+    ncu.write_kernels(beside(out, "csv"), kernels)
+    return kernels
+
+
+@contextmanager
+def chrome_trace(device: torch.device, path: Path) -> Iterator[None]:
+    """Record the block with PyTorch's profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with (
+        torch.profiler.profile(activities=activities) as found,
+        torch.profiler.record_function(RANGE),
+    ):
+        yield
+    found.export_chrome_trace(str(path))
+
+
+def run_case(
+    cell: Cell, provider: str, device: torch.device, recorded: AbstractContextManager[None]
+) -> None:
+    """Warm up, then run the case once within `recorded`.
+
+    A range belongs to the thread that opened it, so backward runs in this thread too.
+    """
+    call = PROVIDERS[provider].prepare(cell.pass_name, providers.make_inputs(cell, device))
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(WARMUP):
+            call()
+        synchronize()
+        with recorded:
+            call()
+            synchronize()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,31 +199,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     except ValueError as error:
         p.error(str(error))
-    ncu = find_ncu()
-    command = ncu_command(ncu or "ncu", cell, args)
+    in_process = args.timeline == "torch"
+    if args.device == "cpu" and not in_process:
+        p.error("--device cpu: the Nsight tools need a CUDA device (--timeline torch needs none)")
+    if in_process and args.print_command:
+        p.error("--print-command: --timeline torch starts no other program")
+    if args.only_run and (args.timeline or args.out):
+        p.error("--only-run: got --timeline or --out, but no profiler runs and no file is written")
+    name = args.timeline or "ncu"
+    tool = None if in_process else ncu.find_tool(name)
+    out = args.out or prefix(cell, args.provider)
     if args.print_command:
-        print(shlex.join(command))
+        print(shlex.join(command(tool or name, cell, args, out)))
         return 0
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         p.error("no CUDA device is visible (--print-command needs none)")
-    absent = PROVIDERS[args.provider].absent(cell, torch.device("cuda", 0))
+    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", 0)
+    absent = PROVIDERS[args.provider].absent(cell, device)
     if absent:
         p.error(f"--provider {args.provider}: {absent}")
     if args.only_run:
-        run_case(cell, args.provider)
+        run_case(cell, args.provider, device, torch.cuda.nvtx.range(RANGE))
         return 0
-    if ncu is None:
-        p.error("ncu is not found on PATH or in CUDA_HOME: install Nsight Compute")
-    print(shlex.join(command), flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0 or args.report is not None:
-        print(done.stdout, end="")
-        return done.returncode
+    if tool is None and not in_process:
+        p.error(f"{name} is not found on PATH or in CUDA_HOME: install {INSTALL[name]}")
     try:
-        print(f"\n{cell}, {args.provider}\n\n{counters_table(read_counters(done.stdout))}", end="")
-    except ValueError as error:
-        print(error, file=sys.stderr)
+        with complete(out) as unfinished:
+            if tool is None:
+                trace = chrome_trace(device, beside(unfinished, "json"))
+                run_case(cell, args.provider, device, trace)
+            elif args.timeline == "nsys":
+                report = beside(unfinished, "nsys-rep")
+                ncu.run(command(tool, cell, args, unfinished), report)
+            else:
+                kernels = count(tool, cell, args, unfinished)
+                print(f"{cell}, {args.provider}\n\n{ncu.kernels_table(kernels)}")
+    except (OSError, ValueError) as error:
+        print(f"no profile: {error}", file=sys.stderr)
         return 1
+    print("\n".join(str(beside(out, ending)) for ending in ENDINGS[name]))
     return 0
 
 
