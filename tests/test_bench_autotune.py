@@ -18,7 +18,7 @@ from bench.providers import Inputs
 from bench.schema import Result, Row
 from flash_ext.testing import gates
 
-ROW = Candidate(128, 128, 128, 2, 2)
+ROW = Candidate(128, 128, 128, 2, 2, ("false",))
 CONFIG = """\
 template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_{more}>
 struct ForwardConfig {{
@@ -96,7 +96,7 @@ def test_source_of_a_candidate() -> None:
 @NO_NVCC
 def test_candidates_are_compiled_and_judged(tmp_path: Path) -> None:
     """One that fits, one whose registers cannot, one that a static assertion refuses."""
-    large = Candidate(256, 192, 48, 2, 1)
+    large = Candidate(256, 192, 48, 2, 1, ROW.others)
     odd = replace(ROW, block_n=72)
     small = replace(ROW, head_dim=64, block_n=64)
     nvcc = find_nvcc()

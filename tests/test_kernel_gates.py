@@ -256,6 +256,8 @@ def test_features_are_the_last_numbers_of_a_configuration() -> None:
         for features, packed in kinds.values():
             row = {**ROW, "features": features, "packed": packed}
             assert gates.implements(row, kernel) == (kind == (features, packed))
+    alone = KERNEL.replace(tile, f"{tile}Li2ELi2ELb1E")  # another family's flag
+    assert gates.implements({**ROW, "features": "lean", "packed": False}, alone)
 
 
 @pytest.mark.parametrize(

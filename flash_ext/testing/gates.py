@@ -198,16 +198,16 @@ def smem_limit(arch: str) -> int:
 
 def implements(row: Row, kernel: str) -> bool:
     """Whether a mangled name is that of a row's main kernel: family, pass, element and tile are in
-    it, and behind them, as the last numbers of its configuration, whether it has all features and
-    whether it reads packed sequences."""
+    it, and behind them, as the last two numbers of a generic configuration, whether it has all
+    features and whether it reads packed sequences."""
     tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
     element = MANGLED[row["dtype"]]
-    kind = r"(?:Li\d+E)*(Lb\dE)?(Lb1E)?"
+    kind = r"(?:Li\d+E)*(?:Lb(\d)ELb(\d)E)?"
     name = rf"4{row['family']}\w*_{row['pass']}\w*{element}{tile}{kind}"
     named = re.search(name, kernel)
     if named is None:
         return False
-    return (row["features"] == "full", row["packed"]) == (named[1] == "Lb1E", named[2] is not None)
+    return (row["features"] == "full", row["packed"]) == (named[1] == "1", named[2] == "1")
 
 
 def usage_faults(usage: Usage) -> Iterator[str]:
