@@ -108,6 +108,16 @@ struct ForwardParams {
   Modifiers modifiers;  // lean kernels do not look at them
 };
 
+// What makes the sum of a bias gradient independent of the order of additions: the main kernel runs
+// twice, first to find the largest addition, then to add integers (core/fixed_point.h).
+struct FixedPoint {
+  int64_t* sums;  // one for each element of the gradient, zero at the start; null: off
+  uint32_t* largest;  // bits of one float, zero at the start: the largest finite |addition|
+  int64_t elements;
+  int32_t log_terms;  // an element is the sum of at most 2^log_terms scores' gradients
+  bool measures;  // the first run
+};
+
 struct BackwardParams {
   Shape shape;
   Packing packing;
@@ -151,6 +161,7 @@ struct BackwardParams {
   // is kFloat32 and thread blocks add to it, else each element is written once.
   TableView dbias;
   bool dbias_is_sum;
+  FixedPoint dbias_fixed;  // of a sum; then only what is not finite is added to dbias itself
 };
 
 }  // namespace flash_ext

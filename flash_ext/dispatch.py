@@ -296,11 +296,6 @@ def _unfit(row: Kernel, problem: Problem, smem_limit: int) -> str | None:
         return f"does not serve {', '.join(problem.modifiers)}"
     if row.pass_ == "backward" and problem.deterministic and not row.deterministic:
         return "does not serve deterministic=True"
-    if row.pass_ == "backward" and problem.deterministic and problem.sums_dbias:
-        return (
-            "does not serve deterministic=True with the gradient of a broadcast attn_bias, whose "
-            "sum has no fixed order"
-        )
     if row.smem_bytes > smem_limit:
         return (
             f"tile {row.block_m} x {row.block_n} asks for {row.smem_bytes} bytes of shared memory, "

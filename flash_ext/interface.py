@@ -85,9 +85,9 @@ def attention(
     Extra memory is linear in the sequence length. Forward: lse alone, fp32 (B, Hq, Sq). Backward,
     while it runs: as much again and, where q has a gradient, dq in fp32, its rows padded to a
     multiple of 16 columns. The gradient of a broadcast attn_bias is added up in fp32. On CUDA also,
-    with `deterministic`, one int32 counter for each warp of each 128 queries; without, where a
-    group of query heads is split over thread blocks, which `explain` tells, dk and dv in fp32. On
-    CPU also a few tiles.
+    with `deterministic`, one int32 counter for each warp of each 128 queries and the gradient of a
+    broadcast attn_bias in int64; without, where a group of query heads is split over thread blocks,
+    which `explain` tells, dk and dv in fp32. On CPU also a few tiles.
 
     Args:
         q: (B, Sq, Hq, D). On CUDA float16 or bfloat16, on CPU also float32 and float64. Under
@@ -111,8 +111,8 @@ def attention(
             depends on (seed, batch and head, row, column) only; the seed is one int64 drawn on the
             device by a PyTorch random operation. 0 draws nothing.
         deterministic: True gives bit-equal gradients from run to run; None follows
-            `torch.are_deterministic_algorithms_enabled()`. On CUDA not together with the gradient
-            of an attn_bias that is broadcast.
+            `torch.are_deterministic_algorithms_enabled()`. On CUDA the gradient of an attn_bias
+            that is broadcast then costs a second run of the backward kernel.
         return_lse: also return the log-sum-exp of each row's scores.
         out_dtype: of out: None is q's; float32 keeps partial results exact enough for `merge`.
         layout: "bshd", or "bhsd" for tensors with heads before the sequence: (B, H, S, D).

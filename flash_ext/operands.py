@@ -51,21 +51,18 @@ def _bias_dtype(attn_bias: Tensor) -> torch.dtype:
 
 
 def bias_gradient(
-    attn_bias: Tensor, added_up: bool, deterministic: bool, shape: Sequence[object]
-) -> Tensor:
+    attn_bias: Tensor, added_up: bool, deterministic: bool
+) -> tuple[Tensor, Tensor | None]:
     """Zeros of rank 4 for a gradient: fp32 where it is added up over broadcast dims.
 
-    Args:
-        shape: of the table of scores, for the error.
+    With `deterministic` also zeros for such sums in fixed point, int64: one for the largest
+    addition, then one for each element.
     """
-    if added_up and deterministic:
-        table = f"({', '.join(map(str, shape))})"
-        raise NotImplementedError(
-            "the backward pass is not served: deterministic=True with the gradient of an attn_bias "
-            f"{tuple(attn_bias.shape)} broadcast to {table}: its sum has no fixed order"
-        )
     dtype = torch.float32 if added_up else _bias_dtype(attn_bias)
-    return attn_bias.new_zeros(_rank_4(attn_bias).shape, dtype=dtype)
+    dbias = attn_bias.new_zeros(_rank_4(attn_bias).shape, dtype=dtype)
+    if not (added_up and deterministic):
+        return dbias, None
+    return dbias, attn_bias.new_zeros(1 + attn_bias.numel(), dtype=torch.int64)
 
 
 def has_readable_layout(x: Tensor, bhsd: bool) -> bool:

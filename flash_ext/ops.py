@@ -233,11 +233,9 @@ def _backward_cuda(
     Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (B, Hq, Sq, D rounded up to
     16). Where the plan splits groups, also dK (B, Hk, Sk, D rounded up to 16) and dV likewise, if
     wanted; with `deterministic` counters, int32 (1 + B * Hq * query tiles * warps,). The gradient
-    of a broadcast 16-bit or fp64 attn_bias is added up in fp32 in the shape of attn_bias. Tensors
-    that kernels cannot read in place are copied.
-
-    Raises:
-        NotImplementedError: a deterministic gradient of a broadcast attn_bias.
+    of a broadcast 16-bit or fp64 attn_bias is added up in fp32 in the shape of attn_bias, that of
+    any broadcast one with `deterministic` also in int64. Tensors that kernels cannot read in place
+    are copied.
     """
     deterministic = bool(deterministic)
     launch = launch_of(
@@ -263,16 +261,17 @@ def _backward_cuda(
     dq = q.new_empty(q.shape) if want_dq else None
     dk = k.new_empty(k.shape) if want_dk else None
     dv = v.new_empty(v.shape) if want_dv else None
-    dbias = None
+    dbias = dbias_fixed = None
     if want_dbias and attn_bias is not None:
         added_up = is_broadcast(attn_bias, problem.table)
-        dbias = operands.bias_gradient(attn_bias, added_up, deterministic, problem.table)
+        dbias, dbias_fixed = operands.bias_gradient(attn_bias, added_up, deterministic)
     if softmax_scale is None:
         softmax_scale = launch.default_scale
     launch.extension.backward(
         kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
         softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, dv_accum,
-        operands.modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed), dbias, None,
+        operands.modifiers(softcap, dropout_p, attn_bias, alibi_slopes, seed), dbias, dbias_fixed,
+        None,
     )  # fmt: skip
     return (
         operands.absent(q) if dq is None else dq[..., :D].contiguous(),

@@ -43,7 +43,6 @@ class Problem:
     modifiers: tuple[str, ...]  # arguments that only kernels with all features serve
     deterministic: bool | None  # of the backward pass; None: forward only
     varlen: bool = False
-    sums_dbias: bool = False  # the backward pass adds up the gradient of a broadcast attn_bias
 
     @property
     def table(self) -> tuple[int, int, int, int]:
@@ -341,8 +340,6 @@ def of_tensors(
     )
     dtype = cast_dtype(q.dtype, autocast)
     check_out_dtype(dtype, out_dtype)
-    B, Sq, Sk, Hq, *_ = sizes
-    table = (B, Hq, Sq, Sk)
     return Problem(
         *sizes,
         dtype=dtype,
@@ -350,9 +347,6 @@ def of_tensors(
         window=(window_left, window_right),
         modifiers=modifiers_of(softcap, alibi_slopes, attn_bias, dropout_p),
         deterministic=deterministic,
-        sums_dbias=(
-            attn_bias is not None and attn_bias.requires_grad and is_broadcast(attn_bias, table)
-        ),
     )
 
 

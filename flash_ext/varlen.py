@@ -84,7 +84,7 @@ def attention_varlen(
     CPU what `attention` takes for the longest run of neighbours of equal lengths, its results
     included, and on CUDA in the backward pass fp32 (Hq, Tq, D + 1), with `deterministic` also a few
     counters for each 128 rows. The gradient of a bias takes up to three tables of the bias's size
-    in fp32.
+    in fp32, that of a broadcast one with `deterministic` on CUDA two more.
 
     Args:
         q: (Tq, Hq, D), Tq rows of all sequences, fewer than 2^29. On CUDA float16 or bfloat16, on
@@ -116,8 +116,8 @@ def attention_varlen(
             depends on (seed, sequence and head, row and column within the sequence) only: the same
             seed drops the same of sequence b as `attention` does of batch entry b.
         deterministic: True gives bit-equal gradients from run to run; None follows
-            `torch.are_deterministic_algorithms_enabled()`. On CUDA not together with the gradient
-            of an attn_bias that is broadcast.
+            `torch.are_deterministic_algorithms_enabled()`. On CUDA the gradient of an attn_bias
+            that is broadcast then costs a second run of the backward kernel.
         return_lse: also return the log-sum-exp of each row's scores.
         out_dtype: of out: None is q's; float32 keeps partial results exact enough for `merge`.
 
@@ -133,8 +133,8 @@ def attention_varlen(
             only from their values: it is checked on the CPU always, on CUDA where the environment
             variable FLASH_EXT_CHECK was 1 when the package was imported, at the price of waiting
             for the device.
-        NotImplementedError: a combination that no compiled kernel serves, such as a deterministic
-            gradient of a broadcast attn_bias; with the reasons that `explain` gives.
+        NotImplementedError: a combination that no compiled kernel serves; with the reasons that
+            `explain` gives.
     """
     interface.check_tensors(q, k, v)
     packing = varlen_problem.packing_of(

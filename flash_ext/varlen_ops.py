@@ -179,10 +179,8 @@ def _backward_cuda(*args: Any) -> ops.Gradients:
     Workspace in fp32: delta (Hq, Tq) and, where dq is wanted, dQ (Hq, Tq, D rounded up to 16). With
     `deterministic` counters, int32 (1 + Hq * (Tq / 128 + B + 1) * warps,), and copies of the
     offsets. The gradient of a broadcast 16-bit or fp64 attn_bias is added up in fp32 in the shape
-    of attn_bias. Tensors that kernels cannot read in place are copied.
-
-    Raises:
-        NotImplementedError: a deterministic gradient of a broadcast attn_bias.
+    of attn_bias, that of any broadcast one with `deterministic` also in int64. Tensors that kernels
+    cannot read in place are copied.
     """
     named, packing = _call(backward, args)
     deterministic = bool(named["deterministic"])
@@ -208,15 +206,14 @@ def _backward_cuda(*args: Any) -> ops.Gradients:
         turns = problem.Sq // operands.TURN_ROWS + problem.B + 1
         dq_turns = operands.dq_turns(kernel, lse, turns)
         packing = _rising(packing)
-    dbias = None
+    dbias = dbias_fixed = None
     if want_dbias and attn_bias is not None:
         added_up = varlen_problem.is_broadcast(attn_bias, problem.B, problem.Hq)
-        table = (problem.B, problem.Hq, "max Sq", "max Sk")
-        dbias = operands.bias_gradient(attn_bias, added_up, deterministic, table)
+        dbias, dbias_fixed = operands.bias_gradient(attn_bias, added_up, deterministic)
     launch.extension.backward(
         kernel.index, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv,
         *_settings(named, launch), dq_turns, 1, None, None,
-        _modifiers(named), dbias, _offsets(packing),
+        _modifiers(named), dbias, dbias_fixed, _offsets(packing),
     )  # fmt: skip
     absent = operands.absent(like)
     return (

@@ -200,11 +200,6 @@ def of_tensors(
         modifiers=problem.modifiers_of(softcap, alibi_slopes, attn_bias, dropout_p),
         deterministic=deterministic,
         varlen=True,
-        sums_dbias=(
-            attn_bias is not None
-            and attn_bias.requires_grad
-            and is_broadcast(attn_bias, B=sizes[0], Hq=sizes[3])
-        ),
     )
 
 

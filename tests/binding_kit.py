@@ -89,6 +89,7 @@ def make(
         "dk_accum": None,
         "dv_accum": None,
         "dbias": None,
+        "dbias_fixed": None,
     }
 
 
@@ -127,7 +128,7 @@ def run(which: str, call: Arguments, module: ModuleType = _C) -> None:
         rest += [call[name] for name in ("dq_turns", "splits", "dk_accum", "dv_accum")]
     rest += [call["modifiers"]]
     if which == "backward":
-        rest += [call["dbias"]]
+        rest += [call["dbias"], call["dbias_fixed"]]
     rest += [call["packing"]]
     getattr(module, which)(call["kernel"], *tensors, *rest)
 

@@ -377,6 +377,31 @@ def test_bad_bias_gradient_is_named(
         run("backward", call, forged[0])
 
 
+SUM = BIAS[:1, :, :1].float()
+FIXED = torch.zeros(1 + SUM.numel(), dtype=torch.int64)
+BAD_FIXED_POINT: list[tuple[torch.Tensor | None, torch.Tensor, type[Exception], str]] = [
+    (None, FIXED, ValueError, "^dbias_fixed: None without dbias was expected"),
+    (BIAS.float(), FIXED, ValueError, "^dbias_fixed: None where dbias is not a sum was expected"),
+    (SUM, FIXED[1:], ValueError, r"^dbias_fixed: shape \(161,\) was expected, got \(160,\)$"),
+    (SUM, FIXED.int(), TypeError, "^dbias_fixed: dtype int64 was expected, got int32$"),
+    (SUM, FIXED.repeat(2)[::2], ValueError, "^dbias_fixed: a contiguous tensor was expected"),
+]
+
+
+@pytest.mark.parametrize(("dbias", "fixed", "error", "says"), BAD_FIXED_POINT)
+def test_bad_fixed_point_is_named(
+    forged: tuple[ModuleType, Forgery],
+    dbias: torch.Tensor | None,
+    fixed: torch.Tensor,
+    error: type[Exception],
+    says: str,
+) -> None:
+    given = {"bias": BIAS.float() if dbias is None else dbias}
+    call = make("backward") | modified("backward", **given)
+    with pytest.raises(error, match=says):
+        run("backward", call | {"dbias": dbias, "dbias_fixed": fixed}, forged[0])
+
+
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["k", "v", "out", "lse"])
 def test_mixed_devices(forged: tuple[ModuleType, Forgery], which: str, name: str) -> None:

@@ -142,13 +142,7 @@ def test_packed_sequences_need_a_kernel_that_reads_them() -> None:
     assert dense.backward.splits > 1
 
 
-def test_sums_of_bias_gradients_have_no_fixed_order() -> None:
-    asked: dict[str, Any] = {"modifiers": ("attn_bias",), "sums_dbias": True}
-    assert plan(**asked).kernel("backward").index == 7
-    found = plan(deterministic=True, **asked)
-    assert found.kernel("forward").index == 3
-    with pytest.raises(NotImplementedError, match="deterministic=True .* of a broadcast attn_bias"):
-        found.kernel("backward")
+def test_determinism_with_a_bias() -> None:
     assert plan(deterministic=True, modifiers=("attn_bias",)).kernel("backward").index == 7
 
 

@@ -15,7 +15,6 @@ import torch
 from attention_kit import assert_bit_equal, attend, hold, run, run_and_hold
 from torch import Tensor
 
-import flash_ext
 from flash_ext.philox import keep_mask, keep_scale
 from flash_ext.testing import forced
 from flash_ext.testing.cases import Case, Inputs, guarded, make_inputs, pairwise
@@ -390,25 +389,6 @@ def test_d20_deterministic_with_modifiers(head_dim: int, device: torch.device) -
         again = run(inputs, deterministic=True)
         for name, gradient in first.gradients.items():
             assert_bit_equal(again.gradients[name], gradient, name)
-
-
-@pytest.mark.gpu
-def test_deterministic_sum_of_a_bias_gradient_is_refused() -> None:
-    """It says so in `explain`, and before the forward pass; without its gradient it is served."""
-    inputs = make_inputs(replace(BASE, bias="hqk"), "cuda")
-    attend(inputs, deterministic=True)
-    inputs.requires_grad_()
-    plan = flash_ext.explain(
-        inputs.q, inputs.k, inputs.v, attn_bias=inputs.attn_bias, deterministic=True
-    )
-    assert plan.backward.family is None
-    assert "broadcast attn_bias" in str(plan)
-    with pytest.raises(NotImplementedError, match="broadcast attn_bias"):
-        attend(inputs, deterministic=True)
-    assert inputs.attn_bias is not None
-    inputs.attn_bias = inputs.attn_bias.detach()
-    out, _ = attend(inputs, deterministic=True)
-    torch.autograd.grad(out, inputs.q, inputs.dout)
 
 
 # Memory

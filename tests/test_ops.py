@@ -51,12 +51,12 @@ class FakeExtension:
         out: Tensor, lse: Tensor, delta: Tensor, dq_accum: Tensor | None, dq: Tensor | None,
         dk: Tensor | None, dv: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
         dq_turns: Tensor | None, splits: int, dk_accum: Tensor | None, dv_accum: Tensor | None,
-        modifiers: Modifiers, dbias: Tensor | None, packing: None,
+        modifiers: Modifiers, dbias: Tensor | None, dbias_fixed: Tensor | None, packing: None,
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "q": q, "k": k, "v": v, "dq_accum": dq_accum, "dout": dout}
         self.last |= {"dq_turns": dq_turns, "dq": dq, "dk": dk, "dv": dv}
         self.last |= {"splits": splits, "dk_accum": dk_accum, "dv_accum": dv_accum}
-        self.last |= {"modifiers": modifiers, "dbias": dbias}
+        self.last |= {"modifiers": modifiers, "dbias": dbias, "dbias_fixed": dbias_fixed}
         assert len({q.dtype, out.dtype, dout.dtype}) == 1
         self._insist(q, k, v, out, dout, floats=(lse, dlse, delta, dq_accum, dk_accum, dv_accum))
         assert (dq is None) == (dq_accum is None)
@@ -261,31 +261,23 @@ def test_dropout_needs_its_seed(extension: FakeExtension) -> None:
 
 @FULL
 @pytest.mark.parametrize("dims", ["bhqk", "hqk", "k"])
-def test_sums_of_bias_gradients_have_no_fixed_order(dims: str, extension: FakeExtension) -> None:
-    """With deterministic=True they are refused, if the bias asks for a gradient already before."""
+def test_sums_of_bias_gradients_in_fixed_point(dims: str, extension: FakeExtension) -> None:
+    """With deterministic=True alone, and where there is a sum: a workspace of int64 zeros."""
     inputs = make_inputs(Case(seqlen_q=4, seqlen_k=4, dtype=torch.float16, bias=dims))
     bias = inputs.attn_bias
     assert bias is not None
-
-    def forward(bias: Tensor) -> tuple[Tensor, Tensor]:
-        return ops._forward_cuda(inputs.q, inputs.k, inputs.v, deterministic=True, attn_bias=bias)
-
-    out, lse = forward(bias)
-
-    def backward() -> None:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    for deterministic in (False, True):
+        more: dict[str, Any] = {"deterministic": deterministic, "attn_bias": bias}
+        out, lse = ops._forward_cuda(q, k, v, **more)
         ops._backward_cuda(
-            inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse,
-            (True, True, True, True, False), deterministic=True, attn_bias=bias,
-        )  # fmt: skip
-
-    if dims == "bhqk":
-        forward(bias.clone().requires_grad_())
-        backward()
-        return
-    with pytest.raises(NotImplementedError, match="deterministic=True .*broadcast attn_bias"):
-        forward(bias.clone().requires_grad_())
-    with pytest.raises(NotImplementedError, match="deterministic=True .*broadcast to"):
-        backward()
+            inputs.dout, None, q, k, v, out, lse, (True, True, True, True, False), **more
+        )
+        fixed = extension.last["dbias_fixed"]
+        assert (fixed is not None) == (deterministic and dims != "bhqk")
+        if fixed is not None:
+            assert (fixed.shape, fixed.dtype) == ((1 + bias.numel(),), torch.int64)
+            assert not fixed.any()
 
 
 DOUT: dict[str, Callable[[Tensor], Tensor]] = {

@@ -186,6 +186,24 @@ def test_deterministic_runs_are_equal(softcap: float) -> None:
             assert_bit_equal(x, first[name], name)
 
 
+@pytest.mark.parametrize("dims", ["hqk", "bqk", "qk", "bhk", "hk", "bq", "q", "k", "bh", ""])
+@pytest.mark.parametrize("change", [{}, {"causal": True}, {"window_size": (70, 3)}], ids=str)
+@pytest.mark.parametrize("lengths", [MIXED, USED, LONG], ids=["mixed", "used", "long"])
+def test_deterministic_sum_of_a_bias_gradient(
+    lengths: Lengths, change: dict[str, Any], dims: str
+) -> None:
+    """Sequences of any lengths add to one bias: the same bits each time, and right."""
+    case = replace(PLAIN, bias=dims, **change)
+    packed = pack(lengths, case, "cuda")
+    require_served(packed)
+    poison_allocator("cuda")
+    first = both_passes(packed, case, deterministic=True)
+    hold_close(first, both_passes(on_cpu(packed), replace(case, dtype=torch.float64)), 1e-2)
+    for _ in range(5):
+        for name, x in both_passes(packed, case, deterministic=True).items():
+            assert_bit_equal(x, first[name], name)
+
+
 @pytest.mark.parametrize("B", [1, 31, 32, 33, 5_000, 80_000])
 def test_many_short_sequences(B: int) -> None:
     """D09: sequence b is batch entry b of a dense call."""

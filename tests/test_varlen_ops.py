@@ -55,9 +55,11 @@ class FakeExtension:
         out: Tensor, lse: Tensor, delta: Tensor, dq_accum: Tensor | None, dq: Tensor | None,
         dk: Tensor | None, dv: Tensor | None, scale: float, left: int, right: int, bhsd: bool,
         dq_turns: Tensor | None, splits: int, dk_accum: Tensor | None, dv_accum: Tensor | None,
-        modifiers: Modifiers, dbias: Tensor | None, packing: tuple[Tensor | None, ...],
+        modifiers: Modifiers, dbias: Tensor | None, dbias_fixed: Tensor | None,
+        packing: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
         self.last = {"kernel": kernel, "packing": packing, "dq_turns": dq_turns}
+        self.last |= {"dbias_fixed": dbias_fixed}
         self._insist(bhsd, packing, q, k, v, out, dout)
         assert (splits, dk_accum, dv_accum) == (1, None, None)
         assert (dq is None) == (dq_accum is None)
@@ -178,14 +180,23 @@ def test_turns_and_rising_offsets(deterministic: bool | None, extension: FakeExt
         assert not turns.any()
 
 
-def test_sums_of_bias_gradients_have_no_fixed_order(extension: FakeExtension) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_of_bias_gradients_in_fixed_point(
+    deterministic: bool, extension: FakeExtension
+) -> None:
     case = replace(HALF, bias="hqk")
-    packed = pack(MIXED, case).requires_grad_("attn_bias")
-    tensors, rest = arguments(packed, case, True)
-    rest = tuple(packed.leaves["attn_bias"] if x is rest[8] else x for x in rest)
-    with pytest.raises(NotImplementedError, match="the gradient of a broadcast attn_bias"):
-        varlen_ops._forward_cuda(*tensors, *rest)
-    assert not extension.last
+    packed = pack(MIXED, case)
+    tensors, rest = arguments(packed, case, deterministic)
+    out, lse = varlen_ops._forward_cuda(*tensors, *rest)
+    varlen_ops._backward_cuda(packed.dout, None, *tensors, out, lse, (True,) * 4 + (False,), *rest)
+    fixed = extension.last["dbias_fixed"]
+    assert (fixed is not None) == deterministic
+    if fixed is not None:
+        assert (fixed.shape, fixed.dtype) == (
+            (1 + packed.leaves["attn_bias"].numel(),),
+            torch.int64,
+        )
+        assert not fixed.any()
 
 
 def test_absent_gradients_take_no_workspace(extension: FakeExtension) -> None:

@@ -114,14 +114,48 @@ inline Modifiers read_modifiers(const Kernel& row, py::handle object, const Tabl
 struct BiasGradient {
   TableView view;
   bool is_sum;  // over a dim in which the bias is broadcast
+  FixedPoint fixed;
 };
 
+inline int32_t log2_rounded_up(int64_t x) {
+  int32_t log = 0;
+  while ((int64_t{1} << log) < x) ++log;
+  return log;
+}
+
+// The workspace of a sum whose bits do not depend on the order of additions: one element for the
+// largest addition, then one for each element of the gradient.
+inline FixedPoint read_fixed_point(py::handle object, const BiasGradient& dbias, const Tensor& bias,
+                                   const Shape& shape, const Packing& packing, const Tensor& q) {
+  if (object.is_none()) return {};
+  if (!dbias.is_sum) {
+    fail<py::value_error>("dbias_fixed", "a tensor", "None where dbias is not a sum");
+  }
+  const int64_t elements = bias.shape[0] * bias.shape[1] * bias.shape[2] * bias.shape[3];
+  const Tensor fixed = read_tensor("dbias_fixed", object);
+  expect_shape(fixed, {1 + elements});
+  expect_dtype(fixed, DType::kInt64);
+  expect_device(fixed, q);
+  expect_contiguous(fixed);
+  const auto terms = [&bias](int axis, int64_t size) { return bias.shape[axis] == 1 ? size : 1; };
+  // Packed sequences share their rows and keys; dense ones are as long as all of them.
+  const bool packed = packing.cu_seqlens_q != nullptr;
+  const int64_t sequences = packed && bias.shape[2] == 1 ? 1 : packed ? packing.batch : shape.batch;
+  auto* const data = static_cast<int64_t*>(fixed.data);
+  return {data + 1, reinterpret_cast<uint32_t*>(data), elements,
+          log2_rounded_up(terms(0, sequences)) + log2_rounded_up(terms(1, shape.heads_q)) +
+              log2_rounded_up(terms(2, shape.seqlen_q)) + log2_rounded_up(terms(3, shape.seqlen_k)),
+          /*measures=*/false};
+}
+
 // In the shape of the bias; float32 where it is a sum, else of the bias's dtype.
-inline BiasGradient read_bias_gradient(py::handle object, py::handle modifiers, const Table& table,
+inline BiasGradient read_bias_gradient(py::handle object, py::handle fixed, py::handle modifiers,
+                                       const Shape& shape, const Packing& packing,
                                        const Tensor& q) {
   if (modifiers.is_none() || py::handle(PyTuple_GET_ITEM(modifiers.ptr(), kAttnBias)).is_none()) {
     fail<py::value_error>("dbias", "a tensor", "None without an attn_bias");
   }
+  const Table table = table_of(shape, packing);
   const Tensor bias = read_bias(PyTuple_GET_ITEM(modifiers.ptr(), kAttnBias), table, q);
   if (bias.dtype == DType::kBool) {
     fail<py::value_error>("dbias", "a tensor", "None for a bool attn_bias");
@@ -134,7 +168,9 @@ inline BiasGradient read_bias_gradient(py::handle object, py::handle modifiers, 
   expect_dtype(dbias, is_sum ? DType::kFloat32 : bias.dtype);
   expect_device(dbias, q);
   expect_contiguous(dbias);
-  return {table_view(dbias), is_sum};
+  BiasGradient gradient{table_view(dbias), is_sum, {}};
+  gradient.fixed = read_fixed_point(fixed, gradient, bias, shape, packing, q);
+  return gradient;
 }
 
 }  // namespace flash_ext::binding

@@ -77,9 +77,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward", &backward,
              "backward(kernel, dout, dlse, q, k, v, out, lse, delta, dq_accum, dq, dk, dv, "
              "softmax_scale, window_left, window_right, bhsd, dq_turns, splits, dk_accum, "
-             "dv_accum, modifiers, dbias, packing, /) -> None: writes the workspaces and the "
-             "gradients that "
-             "are not None; dbias has to be zero.");
+             "dv_accum, modifiers, dbias, dbias_fixed, packing, /) -> None: writes the workspaces "
+             "and the gradients that are not None; dbias has to be zero, and so has dbias_fixed, "
+             "with which the sums in dbias have the same bits whenever they are made.");
 }
 
 }  // namespace flash_ext::binding

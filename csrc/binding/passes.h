@@ -276,7 +276,7 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
                      py::handle dv_object, double softmax_scale, int64_t window_left,
                      int64_t window_right, bool bhsd, py::handle dq_turns_object, int32_t splits,
                      py::handle dk_accum_object, py::handle dv_accum_object, py::handle modifiers,
-                     py::handle dbias_object, py::handle packing) {
+                     py::handle dbias_object, py::handle dbias_fixed_object, py::handle packing) {
   const Kernel& row = find_kernel(index, Pass::kBackward);
   const Axes axes{bhsd};
   const Tensor q = read_tensor("q", q_object);
@@ -336,13 +336,16 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   const Gradient dv = read_gradient("dv", dv_object, axes, row.dtype, v, q);
   params.dk = dk.view;
   params.dv = dv.view;
-  const Table table = table_of(shape, params.packing);
-  params.modifiers = read_modifiers(row, modifiers, table, q);
+  params.modifiers = read_modifiers(row, modifiers, table_of(shape, params.packing), q);
   limit_to_bias(params.packing, modifiers);
   if (!dbias_object.is_none()) {
-    const BiasGradient dbias = read_bias_gradient(dbias_object, modifiers, table, q);
+    const BiasGradient dbias =
+        read_bias_gradient(dbias_object, dbias_fixed_object, modifiers, shape, params.packing, q);
     params.dbias = dbias.view;
     params.dbias_is_sum = dbias.is_sum;
+    params.dbias_fixed = dbias.fixed;
+  } else if (!dbias_fixed_object.is_none()) {
+    fail<py::value_error>("dbias_fixed", "a tensor", "None without dbias");
   }
 
   launch(index, shape, q.device, [&](void* stream) {

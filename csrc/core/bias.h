@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/fixed_point.h"
 #include "core/mask.h"
 #include "core/softmax.h"
 #include "core/table.h"
@@ -179,15 +180,17 @@ __device__ __forceinline__ void store_bias_gradient(const float (&dscores)[kM][k
   });
 }
 
-// Adds it up in fp32 where the bias is broadcast: over rows or keys first within the warp.
+// Adds it up where the bias is broadcast: over rows or keys first within the warp, in fp32.
 template <int kM, int kN>
 __device__ __forceinline__ void add_bias_gradient(const float (&dscores)[kM][kN][4],
-                                                  const TableView& dbias, const Shape& shape,
-                                                  const TablePlace& at, int lane) {
+                                                  const TableView& dbias, const FixedPoint& fixed,
+                                                  const Shape& shape, const TablePlace& at,
+                                                  int lane) {
   using Offset = FragmentOffset<Axes::kKeysDown>;
   const int rows = static_cast<int>(shape.seqlen_q) - at.row;
   const int keys = static_cast<int>(shape.seqlen_k) - at.key;
-  float* const first = static_cast<float*>(dbias.data) + table_offset(dbias, at);
+  const Sums sums(static_cast<float*>(dbias.data), fixed);
+  const int64_t first = table_offset(dbias, at);
   if (dbias.row_stride == 0) {
     float total = 0.f;
 #pragma unroll
@@ -201,13 +204,13 @@ __device__ __forceinline__ void add_bias_gradient(const float (&dscores)[kM][kN]
         total += sum;
         const int key = Offset::key(m, 0, 2 * h);
         if (dbias.key_stride != 0 && lane % 4 == 0 && key < keys)
-          atomicAdd(first + key * dbias.key_stride, sum);
+          sums.add(first + key * dbias.key_stride, sum);
       }
     if (dbias.key_stride != 0) return;
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2)
       total += __shfl_xor_sync(0xffffffffu, total, distance);
-    if (lane == 0) atomicAdd(first, total);
+    if (lane == 0) sums.add(first, total);
     return;
   }
   if (dbias.key_stride == 0) {
@@ -222,7 +225,7 @@ __device__ __forceinline__ void add_bias_gradient(const float (&dscores)[kM][kN]
         for (int distance = 4; distance < 32; distance *= 2)
           sum += __shfl_xor_sync(0xffffffffu, sum, distance);
         const int row = Offset::row(0, n, e);
-        if (lane < 4 && row < rows) atomicAdd(first + row * dbias.row_stride, sum);
+        if (lane < 4 && row < rows) sums.add(first + row * dbias.row_stride, sum);
       }
     return;
   }
@@ -234,7 +237,7 @@ __device__ __forceinline__ void add_bias_gradient(const float (&dscores)[kM][kN]
       for (int i = 0; i < 4; ++i) {
         const int row = Offset::row(m, n, i), key = Offset::key(m, n, i);
         if (row < rows && key < keys)
-          atomicAdd(first + row * dbias.row_stride + key * dbias.key_stride, dscores[m][n][i]);
+          sums.add(first + row * dbias.row_stride + key * dbias.key_stride, dscores[m][n][i]);
       }
 }
 

@@ -244,8 +244,10 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
       if (params.dbias.data != nullptr) {
         const TablePlace at = table_place<Config>(params, smem, head, tile);
         const Shape& shape = shape_of<Config>(params, smem);
-        if (params.dbias_is_sum)
-          add_bias_gradient(ds, params.dbias, shape, at, lane);
+        if (params.dbias_fixed.measures)
+          measure(ds, params.dbias_fixed.largest, lane);
+        else if (params.dbias_is_sum)
+          add_bias_gradient(ds, params.dbias, params.dbias_fixed, shape, at, lane);
         else
           store_bias_gradient(ds, params.dbias, shape, at);
       }

@@ -13,6 +13,7 @@
 #include "sm80/backward_kernel.cuh"
 #include "sm80/backward_rows.cuh"
 #include "sm80/config.h"
+#include "sm80/fixed_point.h"
 #include "sm80/forward_kernel.cuh"
 
 namespace flash_ext::sm80 {
@@ -66,8 +67,17 @@ int32_t launch_convert(const GradientSums& sums, void* stream) {
   return launch(kernel, setup, tiles(rows, Rows::kBlockRows), Rows::kThreads, 0, sums, stream);
 }
 
+// The run of the main pass that finds the largest addition to a bias gradient, and nothing else.
+inline BackwardParams measuring(BackwardParams params) {
+  params.dbias_fixed.measures = true;
+  params.dq_turns = nullptr;
+  for (View* gradient : {&params.dq, &params.dk, &params.dv}) gradient->data = nullptr;
+  return params;
+}
+
 // Three kernels: delta (and a zeroed dQ workspace), the main pass, and the conversion of what it
-// added up: dQ, and with splits dK and dV.
+// added up: dQ, and with splits dK and dV. Where a bias gradient is summed in fixed point, the main
+// pass runs twice.
 template <typename Config>
 int32_t launch_backward(const BackwardParams& params, void* stream) {
   constexpr int kSmem = sizeof(typename Config::SharedStorage);
@@ -95,8 +105,15 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
   static KernelSetup setup(kernel, kSmem);
   const int64_t blocks = tiles_of_head(shape, params.packing, shape.seqlen_k, Config::kBlockN) *
                          params.splits * shape.heads_k;
-  if (int32_t error = launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream))
-    return error;
+  const auto launch_main = [&](const BackwardParams& asked) {
+    return launch(kernel, setup, blocks, Config::kThreads, kSmem, asked, stream);
+  };
+  const bool fixed = Config::kFull && params.dbias_fixed.sums != nullptr;
+  if (fixed)
+    if (int32_t error = launch_main(measuring(params))) return error;
+  if (int32_t error = launch_main(params)) return error;
+  if (fixed)
+    if (int32_t error = launch_fixed_point_end(params, stream)) return error;
 
   for (const GradientSums& sums : {dq, dk, dv})
     if (int32_t error = launch_convert<Rows>(sums, stream)) return error;
