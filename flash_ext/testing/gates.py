@@ -279,12 +279,15 @@ def code_faults(row: Row, code: Code) -> Iterator[str]:
 def forward_product_faults(row: Row, code: Code) -> Iterator[str]:
     """Which HGMMA are not those of S = Q Kᵀ and O = P V, or are not whole products.
 
-    A product takes 16 columns of its inner dimension a step: S D / 16 of them, with both operands
-    in shared memory, O kBlockN / 16, with P in registers and V transposed.
+    A product takes 16 columns of its inner dimension a step: S D / 16 of them, with K in shared
+    memory and Q there or in registers, O kBlockN / 16, with P in registers and V transposed.
     """
     D, kBlockN = row["head_dim"], row["block_n"]
+    q_in_registers = Wgmma(kBlockN, 16, row["dtype"], a_in_registers=True, transposed="")
     steps = {
-        Wgmma(kBlockN, 16, row["dtype"], a_in_registers=False, transposed=""): D // 16,
+        q_in_registers
+        if code.products[q_in_registers]
+        else q_in_registers._replace(a_in_registers=False): D // 16,
         Wgmma(D, 16, row["dtype"], a_in_registers=True, transposed="B"): kBlockN // 16,
     }
     for product, least in steps.items():
