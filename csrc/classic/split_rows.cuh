@@ -195,6 +195,7 @@ __device__ __forceinline__ void attend_rows(const Params& params, RowStorage<T, 
     if (kStages == 1) __syncthreads();  // nobody still reads the tile
   }
   softmax.finish(out);
+  __syncwarp();  // every lane has read the rows of Q that become those of O
   write_rows<T>(params, smem.place.head, smem.place.rows.begin, out, smem.q, warp_row, lane);
 }
 

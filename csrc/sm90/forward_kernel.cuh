@@ -329,7 +329,7 @@ __device__ __forceinline__ void write_output(const ForwardKernelParams& params, 
 
   if (problem.out_dtype == DType::kFloat32) {
     char* const matrix =
-        head_matrix(problem.out, read_field(tile.batch), read_field(tile.head), sizeof(float));
+        head_matrix(problem.out, read_field(tile.batch), read_field(tile.head), 0, sizeof(float));
     store_fragments(reinterpret_cast<float*>(matrix), problem.out.seq_stride,
                     static_cast<int>(problem.shape.seqlen_q), problem.shape.head_dim_v, result,
                     read_field(tile.first_row) + row + lane / 4, lane);
@@ -375,7 +375,7 @@ __device__ __forceinline__ void write_empty_rows(const ForwardParams& problem,
                                                  const ForwardTile& tile, int row) {
   const int lane = threadIdx.x % kWarpSize;
   const int bytes = problem.out_dtype == DType::kFloat32 ? 4 : 2;
-  char* const matrix = head_matrix(problem.out, tile.batch, tile.head, bytes);
+  char* const matrix = head_matrix(problem.out, tile.batch, tile.head, 0, bytes);
   const int row_words = problem.shape.head_dim_v * bytes / 4;
   for (int i = 0; i < 16; ++i) {
     const int64_t position = tile.first_row + row + i;
