@@ -22,7 +22,6 @@ if a step failed, or if the counters cannot be read.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -247,13 +246,11 @@ COLUMNS = [*(f.name for part in _PARTS[:2] for f in fields(part)), "rung",
 
 def write_counted(path: Path, rows: Sequence[CountedRow]) -> None:
     """All rows at once: there is no file unless everything was counted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            values = {**asdict(row.environment), **asdict(row.cell), **asdict(row.counted)}
-            writer.writerow({**values, "rung": row.rung})
+    lines = (
+        {**asdict(row.environment), **asdict(row.cell), "rung": row.rung, **asdict(row.counted)}
+        for row in rows
+    )
+    schema.write_lines(path, COLUMNS, lines)
 
 
 def read_counted(path: Path) -> list[CountedRow]:
@@ -262,20 +259,12 @@ def read_counted(path: Path) -> list[CountedRow]:
     Raises:
         ValueError: if the header is another or a field is unreadable.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != COLUMNS:
-            raise ValueError(f"{path}: got columns {reader.fieldnames}, expected {COLUMNS}")
-        try:
-            return [
-                CountedRow(
-                    schema.parsed(Environment, line), schema.parsed(Cell, line), line["rung"],
-                    schema.parsed(Counted, line),
-                )
-                for line in reader
-            ]  # fmt: skip
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path}: cannot read a field: {error}") from error
+
+    def row(line: Mapping[str, str]) -> CountedRow:
+        environment, cell, counted = (schema.parsed(part, line) for part in _PARTS)
+        return CountedRow(environment, cell, line["rung"], counted)
+
+    return schema.read_lines(path, COLUMNS, row)
 
 
 def count(args: argparse.Namespace, argv: Sequence[str], env: Environment) -> list[CountedRow]:

@@ -193,12 +193,14 @@ _COLUMNS = [*_CASE, *COUNTERS]
 
 def write_kernels(path: Path, kernels: Sequence[Kernel]) -> None:
     """A line for each kernel; a counter that is absent is an empty field."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for k in kernels:
-            case = {**asdict(k.environment), **asdict(k.cell)}
-            writer.writerow({**case, "provider": k.provider, "kernel": k.name, **k.counters})
+    lines = (
+        {
+            **asdict(k.environment), **asdict(k.cell), "provider": k.provider, "kernel": k.name,
+            **k.counters,
+        }
+        for k in kernels
+    )  # fmt: skip
+    schema.write_lines(path, _COLUMNS, lines)
 
 
 def read_kernels(path: Path) -> list[Kernel]:
@@ -207,18 +209,10 @@ def read_kernels(path: Path) -> list[Kernel]:
     Raises:
         ValueError: if the header is another or a field is unreadable.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != _COLUMNS:
-            raise ValueError(f"{path}: got columns {reader.fieldnames}, expected {_COLUMNS}")
-        try:
-            return [
-                Kernel(
-                    schema.parsed(Environment, line), schema.parsed(Cell, line),
-                    line["provider"], line["kernel"],
-                    {name: float(line[name]) for name in COUNTERS if line[name]},
-                )
-                for line in reader
-            ]  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: cannot read a field: {error}") from error
+
+    def kernel(line: Mapping[str, str]) -> Kernel:
+        counters = {name: float(line[name]) for name in COUNTERS if line[name]}
+        environment, cell = (schema.parsed(part, line) for part in (Environment, Cell))
+        return Kernel(environment, cell, line["provider"], line["kernel"], counters)
+
+    return schema.read_lines(path, _COLUMNS, kernel)

@@ -8,13 +8,15 @@ them if causal; the backward pass counts 2.5 times the forward pass, both togeth
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from flash_ext.testing.timing import Timing
+
+T = TypeVar("T")
 
 PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # FLOPs in forward passes
 MASKS = ("full", "causal")
@@ -163,36 +165,54 @@ def make_cell(
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """Write rows with a header line; floats keep six digits, None is an empty field."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for row in rows:
-            values = {**asdict(row.environment), **asdict(row.cell), **asdict(row.result)}
-            writer.writerow([_text(values[name]) for name in COLUMNS])
+    lines = ({**asdict(row.environment), **asdict(row.cell), **asdict(row.result)} for row in rows)
+    write_lines(path, COLUMNS, ({name: _text(x) for name, x in line.items()} for line in lines))
 
 
 def read_csv(path: Path) -> list[Row]:
     """Read what `write_csv` wrote.
 
     Raises:
+        ValueError: see `read_lines`.
+    """
+
+    def row(line: Mapping[str, str]) -> Row:
+        return Row(*(parsed(part, line) for part in (Environment, Cell, Result)))
+
+    return read_lines(path, COLUMNS, row)
+
+
+def write_lines(path: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
+    """Write a header and a line for each mapping; what it lacks is an empty field."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def read_lines(
+    path: Path, columns: Sequence[str], parse: Callable[[Mapping[str, str]], T]
+) -> list[T]:
+    """What `parse` makes of each line of a file with these columns.
+
+    Raises:
         ValueError: if the header is another, a line is cut or a field unreadable; names the line.
     """
     with path.open(newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))
-    if not lines or lines[0] != COLUMNS:
+    if not lines or lines[0] != list(columns):
         got = lines[0] if lines else []
-        raise ValueError(f"{path}: got columns {got}, expected {COLUMNS}")
-    rows = []
+        raise ValueError(f"{path}: got columns {got}, expected {list(columns)}")
+    found = []
     for number, line in enumerate(lines[1:], 2):
-        if len(line) != len(COLUMNS):
-            raise ValueError(f"{path}:{number}: got {len(line)} fields, expected {len(COLUMNS)}")
-        values = dict(zip(COLUMNS, line, strict=True))
+        if len(line) != len(columns):
+            raise ValueError(f"{path}:{number}: got {len(line)} fields, expected {len(columns)}")
         try:
-            rows.append(Row(*(parsed(part, values) for part in (Environment, Cell, Result))))
+            found.append(parse(dict(zip(columns, line, strict=True))))
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}:{number}: cannot read a field: {error}") from error
-    return rows
+    return found
 
 
 def parsed(part: Any, values: Mapping[str, str]) -> Any:

@@ -62,6 +62,22 @@ class Launch:
     default_scale: float
     in_place: bool  # kernels can read q, k and v with their strides and head dims
 
+    @classmethod
+    def of(cls, plan: Plan, out: Tensor, lse: Tensor, *, in_place: bool) -> Launch:
+        """What `plan` leads to, with results like out and lse, which need no memory."""
+        return cls(
+            plan=plan,
+            extension=build.extension(),
+            forward=plan.forward.kernel,
+            backward=plan.backward.kernel,
+            out_shape=tuple(out.shape),
+            out_stride=out.stride(),
+            lse_shape=tuple(lse.shape),
+            lse_stride=lse.stride(),
+            default_scale=plan.problem.D**-0.5,
+            in_place=in_place,
+        )
+
     def kernel_for(self, deterministic: bool | None) -> Kernel:
         """The kernel of the forward pass; raises where it, or the backward pass to come, has none.
 
@@ -112,18 +128,8 @@ def launch_of(
         sizes = (problem.B, problem.Sq, problem.Hq, problem.Dv)
         out = _new_out(like, *sizes, bhsd=flags[-1], dtype=problem.out_dtype)
         lse = like.new_empty((problem.B, problem.Hq, problem.Sq))
-        launch = Launch(
-            plan=plan,
-            extension=build.extension(),
-            forward=plan.forward.kernel,
-            backward=plan.backward.kernel,
-            out_shape=tuple(out.shape),
-            out_stride=out.stride(),
-            lse_shape=tuple(lse.shape),
-            lse_stride=lse.stride(),
-            default_scale=problem.D**-0.5,
-            in_place=all(operands.has_readable_layout(x, bhsd=flags[-1]) for x in (q, k, v)),
-        )
+        in_place = all(operands.has_readable_layout(x, bhsd=flags[-1]) for x in (q, k, v))
+        launch = Launch.of(plan, out, lse, in_place=in_place)
         if len(_launches) >= MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext import build, dispatch, operands, ops, varlen_problem, varlen_reference
+from flash_ext import dispatch, operands, ops, varlen_problem, varlen_reference
 from flash_ext.dispatch import Plan
 from flash_ext.problem import check_out_dtype
 from flash_ext.varlen_problem import Packing, check_inputs, read_sequences
@@ -115,18 +115,7 @@ def _new_launch(named: dict[str, Any], packing: Packing) -> ops.Launch:
     like = named["q"].new_empty(0, device="meta")
     out = like.new_empty((problem.Sq, problem.Hq, problem.Dv))
     lse = like.new_empty((problem.Hq, problem.Sq))
-    return ops.Launch(
-        plan=plan,
-        extension=build.extension(),
-        forward=plan.forward.kernel,
-        backward=plan.backward.kernel,
-        out_shape=tuple(out.shape),
-        out_stride=out.stride(),
-        lse_shape=tuple(lse.shape),
-        lse_stride=lse.stride(),
-        default_scale=problem.D**-0.5,
-        in_place=False,  # asked tensor by tensor
-    )
+    return ops.Launch.of(plan, out, lse, in_place=False)  # asked tensor by tensor
 
 
 _launches: dict[tuple[Any, ...], ops.Launch] = {}
