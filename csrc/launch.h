@@ -28,6 +28,7 @@ struct Kernel {
   int32_t smem_bytes;  // dynamic shared memory a block asks for
   bool deterministic;  // backward: can serve BackwardParams::dq_turns
   bool splits_groups;  // backward: can serve BackwardParams::splits above 1
+  bool whole_dq_tiles;  // backward: BackwardParams::dq_accum is made of whole tiles
 };
 
 // Compiled instances in order of preference within a pass.

@@ -135,8 +135,10 @@ struct BackwardParams {
   const float* dlse;  // (B, Hq, Sq) contiguous or null: gradient that arrived at lse
 
   float* delta;  // (B, Hq, Sq) workspace, written first: rowsum(dO * O) - dlse
-  float* dq_accum;  // (B, Hq, Sq, D rounded up to 16) workspace, zeroed by the kernels; null when
-                    // dq is absent
+
+  // Workspace of dQ, zeroed by the kernels: (B, Hq, Sq, D rounded up to 16), or, where the kernel
+  // asks for whole tiles, (B, Hq, Sq rounded up to block_m, head_dim). Null when dq is absent.
+  float* dq_accum;
 
   // Counters, zero at the start, or null: 1 for blocks, then (B, Hq, Sq / kTurnRows rounded up,
   // warps), packed (Hq, Tq / kTurnRows rounded down + batch + 1, warps). With them thread blocks

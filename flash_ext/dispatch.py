@@ -57,10 +57,17 @@ class Kernel:
     deterministic: bool  # backward: gradients can be bit-equal from run to run
     splits_groups: bool  # backward: thread blocks can share the query heads of a group
     packed: bool  # serves packed sequences
+    whole_dq_tiles: bool  # backward: dQ's workspace is made of whole tiles
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Kernel:
-        facts = {"deterministic": True, "splits_groups": False, "packed": False, **row}
+        facts = {
+            "deterministic": True,
+            "splits_groups": False,
+            "packed": False,
+            "whole_dq_tiles": False,
+            **row,
+        }
         return cls(pass_=facts.pop("pass"), **facts)
 
     @property

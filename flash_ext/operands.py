@@ -100,6 +100,15 @@ def workspace(lse: Tensor, rows: Sequence[int], columns: int) -> Tensor:
     return lse.new_empty((*rows, _rounded_up(columns, WORKSPACE_STEP)))
 
 
+def dq_workspace(kernel: Kernel, lse: Tensor, D: int) -> Tensor:
+    """The same for dQ of rows like those of lse: (*rows, D rounded up), or whole tiles where the
+    kernel asks for them: (B, Hq, Sq rounded up to its tiles, its head dim)."""
+    if not kernel.whole_dq_tiles:
+        return workspace(lse, lse.shape, D)
+    rows = _rounded_up(lse.shape[-1], kernel.block_m)
+    return workspace(lse, (*lse.shape[:-1], rows), kernel.head_dim)
+
+
 def dq_turns(kernel: Kernel, lse: Tensor, turns: int) -> Tensor:
     """Counters, zero, that make thread blocks start and add to dQ in a fixed order: one for the
     blocks, then (B, Hq, turns, warps); packed (Hq, turns, warps)."""

@@ -236,8 +236,8 @@ def _backward_cuda(
 ) -> Gradients:
     """Gradients by a kernel.
 
-    Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (B, Hq, Sq, D rounded up to
-    16). Where the plan splits groups, also dK (B, Hk, Sk, D rounded up to 16) and dV likewise, if
+    Workspace in fp32: delta (B, Hq, Sq) and, where dq is wanted, dQ (`operands.dq_workspace`).
+    Where the plan splits groups, also dK (B, Hk, Sk, D rounded up to 16) and dV likewise, if
     wanted; with `deterministic` counters, int32 (1 + B * Hq * query tiles * warps,). The gradient
     of a broadcast 16-bit or fp64 attn_bias is added up in fp32 in the shape of attn_bias, that of
     any broadcast one with `deterministic` also in int64. Tensors that kernels cannot read in place
@@ -258,7 +258,7 @@ def _backward_cuda(
     delta = torch.empty_like(lse)
     problem, splits = launch.plan.problem, launch.plan.backward.splits
     keys = (problem.B, problem.Hk, problem.Sk)
-    dq_accum = operands.workspace(lse, lse.shape, D) if want_dq else None
+    dq_accum = operands.dq_workspace(kernel, lse, D) if want_dq else None
     dk_accum = operands.workspace(lse, keys, D) if want_dk and splits > 1 else None
     dv_accum = operands.workspace(lse, keys, Dv) if want_dv and splits > 1 else None
     dq_turns = None

@@ -185,7 +185,7 @@ def _backward_cuda(*args: Any) -> ops.Gradients:
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous().unsqueeze(0)
     delta = torch.empty_like(lse)
-    dq_accum = operands.workspace(lse, lse.shape, problem.D) if want_dq else None
+    dq_accum = operands.dq_workspace(kernel, lse, problem.D) if want_dq else None
     dq, dk, dv = (
         x.new_empty(x.shape) if wanted else None
         for x, wanted in ((q, want_dq), (k, want_dk), (v, want_dv))

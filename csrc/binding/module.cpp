@@ -30,6 +30,7 @@ py::list kernels() {
     entry["smem_bytes"] = row.smem_bytes;
     entry["deterministic"] = row.deterministic;
     entry["splits_groups"] = row.splits_groups;
+    entry["whole_dq_tiles"] = row.whole_dq_tiles;
     rows.append(std::move(entry));
   }
   return rows;

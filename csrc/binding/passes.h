@@ -314,8 +314,10 @@ inline void backward(int32_t index, py::handle dout_object, py::handle dlse_obje
   params.lse = read_floats("lse", lse_object, rows, q).floats();
   if (!dlse_object.is_none()) params.dlse = read_floats("dlse", dlse_object, rows, q).floats();
   params.delta = read_floats("delta", delta_object, rows, q).floats();
+  const int64_t dq_step = row.whole_dq_tiles ? row.block_m : 1;  // rows are a multiple of it
   params.dq_accum = read_workspace("dq_accum", dq_accum_object, shape.batch, shape.heads_q,
-                                   shape.seqlen_q, shape.head_dim, q);
+                                   (shape.seqlen_q + dq_step - 1) / dq_step * dq_step,
+                                   row.whole_dq_tiles ? row.head_dim : shape.head_dim, q);
   params.splits = splits;
   params.dk_accum = read_workspace("dk_accum", dk_accum_object, shape.batch, shape.heads_k,
                                    shape.seqlen_k, shape.head_dim, q);

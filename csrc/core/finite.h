@@ -33,6 +33,23 @@ __device__ __forceinline__ void zero_nonfinite(uint32_t smem_tile, int thread) {
   }
 }
 
+// The same, and marks the rows that it was taken out of in `rows`, one bit each.
+template <typename T, typename Tile, int kThreads>
+__device__ __forceinline__ void take_out_nonfinite(uint32_t smem_tile, uint32_t* rows, int thread) {
+  for (int byte = thread * kChunkBytes; byte < Tile::kBytes; byte += kThreads * kChunkBytes) {
+    const uint4 chunk = ptx::load_shared_v4(smem_tile + byte);
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    const int row = byte % Tile::kSlabBytes / Tile::kLineBytes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bad = nonfinite_halves<T>(words[i]);
+      if (bad == 0) continue;
+      ptx::store_shared_u32(smem_tile + byte + 4 * i, words[i] & ~bad);
+      atomicOr(&rows[row / 32], 1u << row % 32);
+    }
+  }
+}
+
 // Whether this lane's fragments hold NaN or infinity.
 template <int kM, int kN>
 __device__ __forceinline__ bool has_nonfinite(const float (&acc)[kM][kN][4]) {

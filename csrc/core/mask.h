@@ -111,4 +111,23 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const Ban
     }
 }
 
+// Zeroes elements (16 kM keys, 8 kN queries) of pairs that do not see each other, whatever they
+// hold. `key` and `row` are the coordinates of this lane's first element.
+template <int kM, int kN>
+__device__ __forceinline__ void zero_masked(float (&acc)[kM][kN][4], const BandMask& mask, int key,
+                                            int row) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int first = mask.first_key(row + 8 * n + e) - key;
+      const int end = mask.end_key(row + 8 * n + e) - key;
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (16 * m + 8 * h < first || 16 * m + 8 * h >= end) acc[m][n][2 * h + e] = 0.f;
+    }
+}
+
 }  // namespace flash_ext

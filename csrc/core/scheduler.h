@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 namespace flash_ext {
 
 struct TileCoordinate {
@@ -38,6 +40,23 @@ __device__ __forceinline__ TileCoordinate last_tile_first_across(int block, int 
   const int set_width = static_cast<int>(min(static_cast<int64_t>(width), all_heads - first_head));
   const int head = first_head + in_set % set_width;
   return {tiles - 1 - in_set / set_width, head % heads, head / heads};
+}
+
+// What a thread block of the backward pass walks over: query heads of one key head's group, all of
+// them or its share of them.
+struct GroupShare {
+  int kv_head;
+  int first_query_head;
+  int query_heads;
+};
+
+// The share with the number `index`, of kv heads x splits in a batch entry.
+__device__ __forceinline__ GroupShare group_share(const Shape& shape, int splits, int index) {
+  const int kv_head = index / splits, share = index % splits;
+  const int group = shape.heads_q / shape.heads_k;
+  const int heads = group / splits;  // and one more for the first `longer` shares
+  const int longer = group % splits;
+  return {kv_head, kv_head * group + share * heads + min(share, longer), heads + (share < longer)};
 }
 
 }  // namespace flash_ext

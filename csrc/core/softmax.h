@@ -212,4 +212,10 @@ class OnlineSoftmax {
   float sum_[kM][2];        // this lane's share of l, over its own columns
 };
 
+// What recomputing P subtracts from an exponent. The lse of a row without keys is -inf: subtracting
+// +inf makes its P exactly 0. Rows past the end load as lse 0 with zero Q and dO, and add nothing.
+__device__ __forceinline__ float softmax_exponent(float lse) {
+  return lse == -INFINITY ? INFINITY : lse * kLog2E;
+}
+
 }  // namespace flash_ext

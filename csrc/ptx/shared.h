@@ -29,4 +29,11 @@ __device__ __forceinline__ void store_shared_u32(uint32_t address, uint32_t valu
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+// `values` are four neighbours, `address` a multiple of 16.
+__device__ __forceinline__ void store_shared_v4(uint32_t address, const float* values) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]),
+               "f"(values[1]), "f"(values[2]), "f"(values[3])
+               : "memory");
+}
+
 }  // namespace flash_ext::ptx

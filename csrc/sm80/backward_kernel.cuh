@@ -304,18 +304,15 @@ __device__ __forceinline__ bool take_tile(const BackwardParams& params,
       if (packed) found = find_packed_tile<Config::kBlockN, true>(shape, params.packing, at.tile);
     }
     if (threadIdx.x == 0) {
-      const int share = at.head % params.splits;
-      const int group = shape.heads_q / shape.heads_k;
-      const int heads = group / params.splits;  // and one more for the first `longer` shares
-      const int longer = group % params.splits;
+      const GroupShare share = group_share(shape, params.splits, at.head);
       smem.k_is_finite = true;
       smem.ordered = ordered;
       if (Config::kPacked) smem.sequence = found.sequence;
       smem.tile = found.tile;
-      smem.head = at.head / params.splits;
+      smem.head = share.kv_head;
       smem.batch = found.batch;
-      smem.first_query_head = smem.head * group + share * heads + min(share, longer);
-      smem.query_heads = heads + (share < longer);
+      smem.first_query_head = share.first_query_head;
+      smem.query_heads = share.query_heads;
     }
   }
   __syncthreads();

@@ -48,31 +48,6 @@ __device__ __forceinline__ bool in_first_half() {
   return threadIdx.x < Config::kThreads / 2;
 }
 
-// Zeroes elements (16 kM keys, 8 kN queries) of pairs that do not see each other, whatever they
-// hold. `key` and `row` are the coordinates of this lane's first element.
-template <int kM, int kN>
-__device__ __forceinline__ void zero_masked(float (&acc)[kM][kN][4], const BandMask& mask, int key,
-                                            int row) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int first = mask.first_key(row + 8 * n + e) - key;
-      const int end = mask.end_key(row + 8 * n + e) - key;
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (16 * m + 8 * h < first || 16 * m + 8 * h >= end) acc[m][n][2 * h + e] = 0.f;
-    }
-}
-
-// What recomputing P subtracts from an exponent. The lse of a row without keys is -inf: subtracting
-// +inf makes its P exactly 0. Rows past the end load as lse 0 with zero Q and dO, and add nothing.
-__device__ __forceinline__ float softmax_exponent(float lse) {
-  return lse == -INFINITY ? INFINITY : lse * kLog2E;
-}
-
 // Sᵀ = K Qᵀ or dPᵀ = V dOᵀ of this warp's slice of keys: (16 kM keys, 8 kN queries).
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ void multiply_slice(float (&acc)[kM][kN][4], const char* keys,

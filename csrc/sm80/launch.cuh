@@ -3,39 +3,24 @@
 
 #include <cuda_runtime.h>
 
-#include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "common/backward_rows_launch.cuh"
 #include "common/device.h"
-#include "common/error.h"
 #include "common/instance.h"
+#include "common/launch.cuh"
 #include "sm80/backward_kernel.cuh"
-#include "sm80/backward_rows.cuh"
 #include "sm80/config.h"
 #include "sm80/fixed_point.h"
 #include "sm80/forward_kernel.cuh"
 
 namespace flash_ext::sm80 {
 
-inline int64_t tiles(int64_t length, int block) { return (length + block - 1) / block; }
-
 // Tiles of `block` rows of one head, in all batch entries or, packed, sequences.
 inline int64_t tiles_of_head(const Shape& shape, const Packing& packing, int64_t rows, int block) {
   return packing.cu_seqlens_q == nullptr ? tiles(rows, block) * shape.batch
                                          : packed_slots(rows, block, packing.batch);
-}
-
-// Launches `kernel` on a linear grid.
-template <typename Params>
-int32_t launch(void (*kernel)(Params), KernelSetup& setup, int64_t blocks, int threads,
-               int smem_bytes, const Params& params, void* stream) {
-  if (blocks == 0) return 0;
-  if (blocks > std::numeric_limits<int32_t>::max()) return check(cudaErrorInvalidConfiguration);
-  if (int32_t error = setup.prepare()) return error;
-  kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, static_cast<cudaStream_t>(stream)>>>(
-      params);
-  return check_launch();
 }
 
 template <typename Config>
@@ -47,24 +32,6 @@ int32_t launch_forward(const ForwardParams& params, void* stream) {
   const int64_t blocks =
       tiles_of_head(shape, params.packing, shape.seqlen_q, Config::kBlockM) * shape.heads_q;
   return launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream);
-}
-
-// Sets the workspace of a gradient to zero.
-inline int32_t clear_sums(const GradientSums& sums, void* stream) {
-  if (sums.workspace == nullptr) return 0;
-  const int64_t rows = sums.batch * sums.heads * sums.seqlen;
-  const int64_t row_bytes = GradientWorkspace::row_floats(sums.cols) * sizeof(float);
-  return fill_zero(sums.workspace, rows * row_bytes, stream);
-}
-
-// Rounds the sums of a gradient to it.
-template <typename Rows>
-int32_t launch_convert(const GradientSums& sums, void* stream) {
-  if (sums.workspace == nullptr) return 0;
-  const auto kernel = &flash_backward_convert<Rows>;
-  static KernelSetup setup(kernel, 0);
-  const int64_t rows = sums.batch * sums.heads * sums.seqlen;
-  return launch(kernel, setup, tiles(rows, Rows::kBlockRows), Rows::kThreads, 0, sums, stream);
 }
 
 // The run of the main pass that finds the largest addition to a bias gradient, and nothing else.
@@ -84,20 +51,10 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
   const Shape& shape = params.shape;
 
   using Rows = RowConfig<typename Config::Element, Config::kHeadDim>;
-  const auto prepare = &flash_backward_prepare<Rows>;
-  static KernelSetup prepare_setup(prepare, 0);
-  const int64_t rows = shape.batch * shape.heads_q * shape.seqlen_q;
-  if (int32_t error = launch(prepare, prepare_setup, tiles(rows, Rows::kBlockRows), Rows::kThreads,
-                             0, params, stream))
-    return error;
-
-  const auto sums_of_keys = [&shape](float* workspace, const View& gradient, int32_t cols) {
-    return GradientSums{workspace, gradient, shape.batch, shape.seqlen_k, shape.heads_k, cols, 1.f};
-  };
-  const GradientSums dq{params.dq_accum, params.dq,      shape.batch,         shape.seqlen_q,
-                        shape.heads_q,   shape.head_dim, params.softmax_scale};
-  const GradientSums dk = sums_of_keys(params.dk_accum, params.dk, shape.head_dim);
-  const GradientSums dv = sums_of_keys(params.dv_accum, params.dv, shape.head_dim_v);
+  const PrepareParams prepare{params, shape.seqlen_q,
+                              GradientWorkspace::row_floats(shape.head_dim)};
+  if (int32_t error = launch_prepare<Rows>(prepare, stream)) return error;
+  const GradientSums dq = query_sums(params), dk = key_sums(params), dv = value_sums(params);
   for (const GradientSums& sums : {dk, dv})
     if (int32_t error = clear_sums(sums, stream)) return error;
 
@@ -138,7 +95,8 @@ constexpr Kernel describe(Pass pass) {
           Config::kThreads,
           sizeof(typename Config::SharedStorage),
           /*deterministic=*/pass == Pass::kBackward,
-          /*splits_groups=*/pass == Pass::kBackward};
+          /*splits_groups=*/pass == Pass::kBackward,
+          /*whole_dq_tiles=*/false};
 }
 
 template <typename... Configs>

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/gradient_workspace.h"
 #include "core/layout.h"
 #include "core/mask.h"
 #include "core/pipeline.h"
@@ -12,6 +13,9 @@ namespace flash_ext::sm90 {
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of a consumer warpgroup: the M of wgmma
+
+// Named barriers; number 0 is __syncthreads. A consumer's own has its number added.
+enum Barrier { kAllConsumers = 1, kOneConsumer = 2 };
 
 // The key tiles that some query rows have to see.
 struct alignas(16) KeyTiles {
@@ -89,6 +93,63 @@ struct ForwardConfig {
   };
 };
 
+// What a block of the backward pass works on.
+struct BackwardTile {
+  int tile;  // of keys
+  int kv_head, batch;
+  int first_query_head, query_heads;  // that this block walks over
+  int ordered;  // whether additions to dQ wait for their turn
+};
+
+// Backward: a block of one producer warpgroup and two consumers owns kBlockN keys, 64 for each
+// consumer, and walks over Q and dO in tiles of kBlockM query rows, kStages of each in shared
+// memory.
+template <typename T, int kHeadDim_, int kBlockM_, int kStages_>
+struct BackwardConfig {
+  using Element = T;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kConsumers = 2;
+  static constexpr int kBlockN = kConsumers * kWarpgroupRows;
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
+  static constexpr int kThreads = kWarpgroupThreads + kConsumerThreads;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    (1 + kConsumers) * (65536 / kThreads / 8 * 8),
+                "consumers would wait for ever");
+
+  // Each consumer computes one half of dQ (kBlockM, D): rows where there are enough for wgmma.
+  static constexpr bool kDqByRows = kBlockM == kConsumers * kWarpgroupRows;
+  static constexpr int kDqCols = kDqByRows ? kHeadDim : kHeadDim / kConsumers;
+  static_assert(kDqByRows || (kBlockM == kWarpgroupRows && kDqCols % 64 == 0),
+                "dQ is cut at whole slabs of K");
+
+  using QTile = SlabTile<kBlockM, kHeadDim>;
+  using KTile = SlabTile<kBlockN, kHeadDim>;  // V has the same tile
+  using DsTile = SlabTile<kBlockN, kBlockM>;  // dSᵀ: keys are rows
+  using DqTile = AccumulatorTile<kBlockM, kHeadDim, kDqCols>;
+
+  struct SharedStorage {
+    alignas(1024) char k[KTile::kBytes];  // in the end the staging buffers of dK and dV
+    alignas(1024) char v[KTile::kBytes];
+    alignas(1024) char q[kStages][QTile::kBytes];
+    alignas(1024) char dout[kStages][QTile::kBytes];
+    alignas(1024) char ds[2][DsTile::kBytes];
+    alignas(1024) float dq[kConsumers][DqTile::kPieceFloats];
+    alignas(16) float lse[kStages][kBlockM];  // in units of log2(e)
+    alignas(16) float delta[kStages][kBlockM];
+    BackwardTile at;
+    uint32_t bad_keys[kBlockN / 32];  // bits of the rows of K with NaN or infinity
+    Ring<1> k_ring, v_ring;
+    Ring<kStages> q_ring;  // Q and lse
+    Ring<kStages> dout_ring;  // dO and delta
+    Ring<1> dq_ring[kConsumers];
+  };
+};
+
 template <typename T, int kHeadDim>
 struct Tiles;
 
@@ -96,12 +157,14 @@ struct Tiles;
 template <typename T>
 struct Tiles<T, 64> {
   using Forward = ForwardConfig<T, 64, 192, 128, 4, 2, false>;
+  using Backward = BackwardConfig<T, 64, 128, 2>;
 };
 
 // D 128: two consumers have registers for Q beside S, O and P.
 template <typename T>
 struct Tiles<T, 128> {
   using Forward = ForwardConfig<T, 128, 128, 128, 2, 2, true>;
+  using Backward = BackwardConfig<T, 128, 64, 2>;
 };
 
 // D 256: shared memory has room for one tile of Q.

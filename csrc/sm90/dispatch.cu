@@ -11,8 +11,21 @@ namespace flash_ext::sm90 {
 // Defined in inst/, one file per head dim and type.
 template <typename T, int kHeadDim>
 std::vector<Instance> forward_instances();
+template <typename T, int kHeadDim>
+std::vector<Instance> backward_instances();
 
 namespace {
+
+constexpr int kMostBackwardDims = 128;  // beyond, the generic family serves
+
+template <typename T, int kHeadDim>
+std::vector<Instance> instances_of() {
+  std::vector<Instance> rows = forward_instances<T, kHeadDim>();
+  if constexpr (kHeadDim <= kMostBackwardDims) {
+    for (const Instance& row : backward_instances<T, kHeadDim>()) rows.push_back(row);
+  }
+  return rows;
+}
 
 template <int... kHeadDims>
 std::vector<Instance> collect(std::integer_sequence<int, kHeadDims...>) {
@@ -20,8 +33,7 @@ std::vector<Instance> collect(std::integer_sequence<int, kHeadDims...>) {
   const auto append = [&rows](const std::vector<Instance>& more) {
     rows.insert(rows.end(), more.begin(), more.end());
   };
-  ((append(forward_instances<__half, kHeadDims>()),
-    append(forward_instances<__nv_bfloat16, kHeadDims>())),
+  ((append(instances_of<__half, kHeadDims>()), append(instances_of<__nv_bfloat16, kHeadDims>())),
    ...);
   return rows;
 }

@@ -24,28 +24,16 @@
 #include "ptx/barrier.h"
 #include "ptx/bulk.h"
 #include "ptx/elect.h"
-#include "ptx/ldmatrix.h"
 #include "ptx/proxy_fence.h"
 #include "ptx/setmaxnreg.h"
-#include "ptx/stmatrix.h"
 #include "ptx/tma.h"
 #include "ptx/wgmma.h"
 #include "sm90/config.h"
 #include "sm90/forward_tiles.cuh"
 #include "sm90/params.h"
+#include "sm90/tile_io.cuh"
 
 namespace flash_ext::sm90 {
-
-// Loads the box of a tile, slab by slab.
-template <typename Tile>
-__device__ __forceinline__ void load_tile(char* target, const MappedTensor& tensor, int row,
-                                          int head, int batch, uint32_t full) {
-#pragma unroll
-  for (int slab = 0; slab < Tile::kSlabs; ++slab)
-    ptx::tma_load(ptx::shared_address(target) + slab * Tile::kSlabBytes, &tensor.map,
-                  {slab * Tile::kSlabCols, row, head * tensor.head_step, batch * tensor.batch_step},
-                  full);
-}
 
 // Fills the slot at `position` with a tile that came back suspect, or the tile `next`, or none.
 template <typename Config>
@@ -121,9 +109,6 @@ __device__ __forceinline__ void produce(const ForwardKernelParams& params,
   finish_tiles(params);
 }
 
-// Named barriers; number 0 is __syncthreads.
-enum Barrier { kConsumerBarrier = 1 };
-
 // Gives `count` tiles of K and V back as they come.
 template <typename Config>
 __device__ __forceinline__ void pass_over(typename Config::SharedStorage& smem, RingPosition& ring,
@@ -135,32 +120,6 @@ __device__ __forceinline__ void pass_over(typename Config::SharedStorage& smem, 
     ring.wait_full(smem.v_ring);
     ring.release(smem.v_ring);
   }
-}
-
-// Where a lane reads or writes its part of a 16 x 16 block of this warp's rows of a tile.
-template <typename Tile>
-__device__ __forceinline__ uint32_t block_address(const char* tile, int row, int block) {
-  const int lane = threadIdx.x % kWarpSize;
-  return ptx::shared_address(tile) +
-         Tile::offset(row + RowFirst::row(lane), 2 * block + RowFirst::chunk(lane));
-}
-
-// Reads 16 rows of Q, from `row` on, as A fragments.
-template <typename Tile, int kBlocks>
-__device__ __forceinline__ void load_rows(uint32_t (&fragments)[kBlocks][4], const char* tile,
-                                          int row) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
-    ptx::ldmatrix_x4(fragments[block], block_address<Tile>(tile, row, block));
-}
-
-// Writes 16 rows of O in their place.
-template <typename Tile, int kBlocks>
-__device__ __forceinline__ void stage_rows(char* tile, const uint32_t (&fragments)[kBlocks][4],
-                                           int row) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
-    ptx::stmatrix_x4(block_address<Tile>(tile, row, block), fragments[block]);
 }
 
 // A consumer's walk over K and V: leaves unnormalised O (64, D) of its warpgroup's rows in `out`.
@@ -239,10 +198,10 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
     spread_nonfinite<T, KTile, Config::kBlockN>(
         result, BandMask(params.problem.shape, params.problem.window), v_tile,
         read_field(tile.first_row) + WarpRows(consumer).row + lane / 4, n * Config::kBlockN, lane);
-    ptx::barrier_sync<kConsumerThreads>(kConsumerBarrier);
+    ptx::barrier_sync<kConsumerThreads>(kAllConsumers);
     zero_nonfinite<T, KTile, kConsumerThreads>(v_tile, threadIdx.x - kWarpgroupThreads);
     ptx::fence_proxy_async_shared();
-    ptx::barrier_sync<kConsumerThreads>(kConsumerBarrier);
+    ptx::barrier_sync<kConsumerThreads>(kAllConsumers);
   };
   if (guarded) clear(result);
 

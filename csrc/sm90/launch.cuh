@@ -8,9 +8,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "common/backward_rows_launch.cuh"
 #include "common/device.h"
 #include "common/error.h"
 #include "common/instance.h"
+#include "common/launch.cuh"
+#include "sm90/backward_kernel.cuh"
 #include "sm90/config.h"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/params.h"
@@ -90,6 +93,56 @@ int32_t launch_forward(const ForwardParams& problem, void* stream) {
   return check_launch();
 }
 
+// Three kernels: delta (and a zeroed dQ workspace), the main pass, and the conversion of what it
+// added up: dQ, and with splits dK and dV.
+template <typename Config>
+int32_t launch_backward(const BackwardParams& problem, void* stream) {
+  using QTile = typename Config::QTile;
+  using KTile = typename Config::KTile;
+  using Rows = RowConfig<typename Config::Element, Config::kHeadDim>;
+  const Shape& shape = problem.shape;
+  using DqTile = typename Config::DqTile;
+  const PrepareParams prepare{problem, DqTile::tiles(shape.seqlen_q) * Config::kBlockM,
+                              Config::kHeadDim};
+  if (int32_t error = launch_prepare<Rows>(prepare, stream)) return error;
+  const GradientSums dq = query_sums(problem), dk = key_sums(problem), dv = value_sums(problem);
+  for (const GradientSums& sums : {dk, dv})
+    if (int32_t error = clear_sums(sums, stream)) return error;
+
+  BackwardKernelParams params;
+  params.problem = problem;
+  const auto map_queries = [&](MappedTensor& mapped, const View& view, int64_t cols) {
+    if (shape.seqlen_q == 0) return 0;  // nothing to load
+    return map_tensor<QTile>(mapped, view, shape, shape.seqlen_q, shape.heads_q, cols,
+                             Config::kBlockM);
+  };
+  const auto map_keys = [&](MappedTensor& mapped, const View& view, int64_t cols, int box_rows) {
+    if (view.data == nullptr || shape.seqlen_k == 0) return 0;
+    return map_tensor<KTile>(mapped, view, shape, shape.seqlen_k, shape.heads_k, cols, box_rows);
+  };
+  if (int32_t error = map_queries(params.q, problem.q, shape.head_dim)) return error;
+  if (int32_t error = map_queries(params.dout, problem.dout, shape.head_dim_v)) return error;
+  if (int32_t error = map_keys(params.k, problem.k, shape.head_dim, Config::kBlockN)) return error;
+  if (int32_t error = map_keys(params.v, problem.v, shape.head_dim_v, Config::kBlockN))
+    return error;
+  if (int32_t error = map_keys(params.dk, problem.dk, shape.head_dim, kWarpgroupRows)) return error;
+  if (int32_t error = map_keys(params.dv, problem.dv, shape.head_dim_v, kWarpgroupRows))
+    return error;
+
+  constexpr int kSmem = sizeof(typename Config::SharedStorage);
+  const auto kernel = &flash_backward<Config>;
+  static KernelSetup setup(kernel, kSmem);
+  const int64_t blocks =
+      tiles(shape.seqlen_k, Config::kBlockN) * problem.splits * shape.heads_k * shape.batch;
+  if (int32_t error = launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream))
+    return error;
+  if (int32_t error = launch_convert<Rows, InTiles<DqTile, Config::kBlockM>>(dq, stream))
+    return error;
+  for (const GradientSums& sums : {dk, dv})
+    if (int32_t error = launch_convert<Rows>(sums, stream)) return error;
+  return 0;
+}
+
 template <typename T>
 constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
 
@@ -108,8 +161,29 @@ std::vector<Instance> forward_instances() {
                    Config::kThreads,
                    sizeof(typename Config::SharedStorage),
                    /*deterministic=*/false,
-                   /*splits_groups=*/false};
+                   /*splits_groups=*/false,
+                   /*whole_dq_tiles=*/false};
   return {{row, &launch_forward<Config>, nullptr}};
+}
+
+template <typename T, int kHeadDim>
+std::vector<Instance> backward_instances() {
+  using Config = typename Tiles<T, kHeadDim>::Backward;
+  const Kernel row{"sm90",
+                   Pass::kBackward,
+                   kDType<T>,
+                   Features::kLean,
+                   /*packed=*/false,
+                   Config::kHeadDim,
+                   Config::kBlockM,
+                   Config::kBlockN,
+                   Config::kStages,
+                   Config::kThreads,
+                   sizeof(typename Config::SharedStorage),
+                   /*deterministic=*/true,
+                   /*splits_groups=*/true,
+                   /*whole_dq_tiles=*/true};
+  return {{row, nullptr, &launch_backward<Config>}};
 }
 
 }  // namespace flash_ext::sm90

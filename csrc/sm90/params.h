@@ -34,4 +34,14 @@ struct ForwardKernelParams {
   TileCounter* counter;    // null: as many blocks as tiles
 };
 
+struct BackwardKernelParams {
+  BackwardParams problem;
+  MappedTensor q;     // boxes of 64 columns and kBlockM rows
+  MappedTensor dout;  // ... kBlockM rows
+  MappedTensor k;     // ... kBlockN rows
+  MappedTensor v;     // ... kBlockN rows
+  MappedTensor dk;    // ... 64 rows; not used where gradients are added up in workspaces
+  MappedTensor dv;    // ... 64 rows
+};
+
 }  // namespace flash_ext::sm90

@@ -1,0 +1,460 @@
+// Backward pass on Hopper: FlashAttention-2's algorithm 2 (Dao 2023) transposed, with the division
+// of labour of FlashAttention-3 (Shah et al. 2024) on TMA and wgmma.
+//
+//   one block: 128 keys of one key head, 64 for each of two consumer warpgroups; it walks over the
+//   query heads of the group and their tiles of kBlockM query rows that see the keys
+//   producer: loads K and V once, then Q and dO, and beside them lse and delta
+//   storers: add dQ to an fp32 workspace, by bulk reductions from shared memory
+//   consumer, for each tile of queries:
+//       Sᵀ  = K Qᵀ          wgmma, both from shared memory
+//       dPᵀ = V dOᵀ         wgmma, both from shared memory     | beside it Pᵀ = exp2(Sᵀ - lse)
+//       dV += Pᵀ dO         wgmma, Pᵀ from registers           | beside it dSᵀ = Pᵀ (dPᵀ - delta)
+//       dK += dSᵀ Q         wgmma, dSᵀ from registers          | beside it dSᵀ to shared memory
+//       dQ  = dS K          wgmma, dS of both consumers from shared memory
+//
+// Scores are held transposed because their rows are then keys, which a consumer owns for the whole
+// walk: Pᵀ and dSᵀ are operands of dV and dK where they stand. Only dQ needs all keys of the block:
+// each consumer computes half of it.
+#pragma once
+
+#include "core/epilogue.h"
+#include "core/finite.h"
+#include "core/gemm.h"
+#include "core/gradient_workspace.h"
+#include "core/mask.h"
+#include "core/pipeline.h"
+#include "core/scheduler.h"
+#include "core/softmax.h"
+#include "core/turns.h"
+#include "core/wgmma_layout.h"
+#include "ptx/barrier.h"
+#include "ptx/bulk.h"
+#include "ptx/elect.h"
+#include "ptx/proxy_fence.h"
+#include "ptx/setmaxnreg.h"
+#include "ptx/tma.h"
+#include "ptx/wgmma.h"
+#include "sm90/config.h"
+#include "sm90/params.h"
+#include "sm90/tile_io.cuh"
+
+namespace flash_ext::sm90 {
+
+// The query tiles a block walks over: `tiles` of each of its heads, counted in the flat order
+// (batch, head).
+struct QueryWalk {
+  int head;
+  int tile;
+  int end_head;
+  Range tiles;
+
+  template <typename Config>
+  static __device__ __forceinline__ QueryWalk of(const BackwardParams& params,
+                                                 const BackwardTile& at) {
+    const int first_key = at.tile * Config::kBlockN;
+    const int end_key = min(first_key + Config::kBlockN, static_cast<int>(params.shape.seqlen_k));
+    const Range tiles = BandMask(params.shape, params.window)
+                            .template touching_query_tiles<Config::kBlockM>({first_key, end_key});
+    const int head = at.batch * params.shape.heads_q + at.first_query_head;
+    const bool empty = tiles.begin == tiles.end;
+    return {head, tiles.begin, empty ? head : head + at.query_heads, tiles};
+  }
+
+  __device__ __forceinline__ bool done() const { return head == end_head; }
+  __device__ __forceinline__ QueryWalk next() const {
+    QueryWalk walk = *this;
+    if (++walk.tile == tiles.end) {
+      walk.tile = tiles.begin;
+      ++walk.head;
+    }
+    return walk;
+  }
+};
+
+// The producer's thread that loads tiles.
+template <typename Config>
+__device__ __forceinline__ void produce_tiles(const BackwardKernelParams& params,
+                                              typename Config::SharedStorage& smem) {
+  using QTile = typename Config::QTile;
+  using KTile = typename Config::KTile;
+  const BackwardTile& at = smem.at;
+  const int first_key = at.tile * Config::kBlockN;
+  const int heads_q = params.problem.shape.heads_q;
+  const RingPosition once;
+  RingPosition ring;
+  for (auto walk = QueryWalk::of<Config>(params.problem, at); !walk.done();
+       walk = walk.next(), ring = ring.next()) {
+    const int row = walk.tile * Config::kBlockM;
+    const int head = walk.head - at.batch * heads_q;
+    if (ring.count == 0)
+      load_tile<KTile>(smem.k, params.k, first_key, at.kv_head, at.batch,
+                       once.expect(smem.k_ring, KTile::kBytes));
+    ring.wait_empty(smem.q_ring);
+    load_tile<QTile>(smem.q[ring.stage(smem.q_ring)], params.q, row, head, at.batch,
+                     ring.expect(smem.q_ring, QTile::kBytes));
+    if (ring.count == 0)
+      load_tile<KTile>(smem.v, params.v, first_key, at.kv_head, at.batch,
+                       once.expect(smem.v_ring, KTile::kBytes));
+    ring.wait_empty(smem.dout_ring);
+    load_tile<QTile>(smem.dout[ring.stage(smem.dout_ring)], params.dout, row, head, at.batch,
+                     ring.expect(smem.dout_ring, QTile::kBytes));
+  }
+}
+
+// Writes one number for each query row, kRows for each lane of a warp.
+template <int kRows>
+__device__ __forceinline__ void put_rows(float* target, const float (&values)[kRows]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) target[i * kWarpSize + threadIdx.x % kWarpSize] = values[i];
+  __syncwarp();
+}
+
+// The producer's warp that loads lse and delta: rows past the end have P = 0.
+template <typename Config>
+__device__ __forceinline__ void produce_rows(const BackwardParams& params,
+                                             typename Config::SharedStorage& smem) {
+  constexpr int kRows = Config::kBlockM / kWarpSize;  // of a lane
+  const int lane = threadIdx.x % kWarpSize;
+  RingPosition ring;
+  for (auto walk = QueryWalk::of<Config>(params, smem.at); !walk.done();
+       walk = walk.next(), ring = ring.next()) {
+    float lse[kRows], delta[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = walk.tile * Config::kBlockM + i * kWarpSize + lane;
+      const int64_t index = walk.head * params.shape.seqlen_q + row;
+      const bool exists = row < params.shape.seqlen_q;
+      lse[i] = exists ? softmax_exponent(params.lse[index]) : INFINITY;
+      delta[i] = exists ? params.delta[index] : 0.f;
+    }
+    ring.wait_empty(smem.q_ring);
+    put_rows(smem.lse[ring.stage(smem.q_ring)], lse);
+    ring.publish_warp(smem.q_ring);
+    ring.wait_empty(smem.dout_ring);
+    put_rows(smem.delta[ring.stage(smem.dout_ring)], delta);
+    ring.publish_warp(smem.dout_ring);
+  }
+}
+
+// The turn of one consumer's half of the kTurnRows query rows that hold a tile, in the order of
+// sm80/backward_kernel.cuh: key tiles add to them from the last to the first.
+template <typename Config>
+__device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const BackwardTile& at,
+                                        const QueryWalk& walk, int consumer) {
+  const int seqlen_q = static_cast<int>(params.shape.seqlen_q);
+  const int turn = walk.tile / (kTurnRows / Config::kBlockM);
+  const Range touched = BandMask(params.shape, params.window)
+                            .template touched_key_tiles<Config::kBlockN>(
+                                {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
+  const int64_t counter = int64_t{walk.head} * ceil_div(seqlen_q, kTurnRows) + turn;
+  return {params.dq_turns + 1 + counter * (Config::kThreads / kWarpSize) + consumer,
+          touched.end - 1 - at.tile};
+}
+
+// A storer's thread: adds one consumer's half of each dQ to the workspace. In order it begins its
+// turn with the first tile of the turn and passes it on after the last, when all is added.
+template <typename Config>
+__device__ __forceinline__ void add_dq(const BackwardParams& params,
+                                       typename Config::SharedStorage& smem, int consumer) {
+  constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
+  const bool wanted = params.dq.data != nullptr;
+  const bool ordered = wanted && smem.at.ordered != 0;
+  const uint32_t source = ptx::shared_address(smem.dq[consumer]);
+  RingPosition ring;
+  for (auto walk = QueryWalk::of<Config>(params, smem.at); !walk.done();
+       walk = walk.next(), ring = ring.next()) {
+    ring.wait_full(smem.dq_ring[consumer]);
+    const bool begins_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
+    const bool ends_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
+    if (ordered && begins_turn) dq_turn<Config>(params, smem.at, walk, consumer).wait_alone();
+    if (wanted) {
+      const int64_t tile =
+          int64_t{walk.head} * Config::DqTile::tiles(params.shape.seqlen_q) + walk.tile;
+      ptx::bulk_reduce_add(params.dq_accum + tile * Config::DqTile::kFloats +
+                               consumer * Config::DqTile::kPieceFloats,
+                           source, Config::DqTile::kPieceFloats * sizeof(float));
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+    }
+    ring.arrive_empty(smem.dq_ring[consumer]);
+    if (ordered && ends_turn) {
+      ptx::bulk_wait<0>();
+      dq_turn<Config>(params, smem.at, walk, consumer).pass_alone();
+    }
+  }
+  if (wanted) ptx::bulk_wait<0>();
+}
+
+// A consumer's walk: leaves dK / scale and dV (64, D) of its keys.
+template <typename Config>
+__device__ __forceinline__ void accumulate(const BackwardParams& params,
+                                           typename Config::SharedStorage& smem, int consumer,
+                                           float (&dk)[Config::kHeadDim / 2],
+                                           float (&dv)[Config::kHeadDim / 2]) {
+  using T = typename Config::Element;
+  using QTile = typename Config::QTile;
+  using KTile = typename Config::KTile;
+  using DsTile = typename Config::DsTile;
+  constexpr int kM = Config::kBlockM / 8;  // 8-query columns of Sᵀ
+  constexpr int kD = Config::kHeadDim;
+  constexpr ptx::Major kAlongK = ptx::Major::kK, kAcrossK = ptx::Major::kMN;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
+  const int consumer_row = consumer * kWarpgroupRows;
+  const int first_key = smem.at.tile * Config::kBlockN + consumer_row;  // of this consumer
+
+  float s[4 * kM];  // Sᵀ (64 keys, kBlockM), then Pᵀ
+  float ds[4 * kM];  // dPᵀ, then dSᵀ
+  float dq[Config::kDqCols / 2];  // (64, kDqCols)
+  uint32_t p_operand[1][kM / 2][4], ds_operand[1][kM / 2][4];
+  auto& scores = reinterpret_cast<float (&)[1][kM][4]>(s);
+  auto& gradients = reinterpret_cast<float (&)[1][kM][4]>(ds);
+
+  const auto multiply_rows = [&](float (&result)[4 * kM], const char* keys, const char* queries) {
+    const WgmmaOperand<KTile, kAlongK> a(ptx::shared_address(keys) +
+                                         consumer_row * KTile::kLineBytes);
+    const WgmmaOperand<QTile, kAlongK> b(ptx::shared_address(queries));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kD / 16; ++step)
+      ptx::wgmma<T, Config::kBlockM, kAlongK, kAlongK>(result, a.at(step), b.at(step), step > 0);
+    ptx::wgmma_commit();
+  };
+  const auto add_product = [&](float (&result)[kD / 2], const uint32_t (&operand)[1][kM / 2][4],
+                               const char* queries, bool accumulate) {
+    const WgmmaOperand<QTile, kAcrossK> b(ptx::shared_address(queries));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kM / 2; ++step)
+      ptx::wgmma<T, kD, kAcrossK>(result, operand[0][step], b.at(step), accumulate || step > 0);
+    ptx::wgmma_commit();
+  };
+  const auto multiply_dq = [&](int buffer) {  // dQ = dS K, this consumer's half
+    const WgmmaOperand<DsTile, kAcrossK> a(ptx::shared_address(smem.ds[buffer]) +
+                                           (Config::kDqByRows ? consumer : 0) * DsTile::kSlabBytes);
+    const WgmmaOperand<KTile, kAcrossK> b(ptx::shared_address(smem.k) +
+                                          (Config::kDqByRows ? 0 : consumer) *
+                                              (Config::kDqCols / 64) * KTile::kSlabBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 16; ++step)
+      ptx::wgmma<T, Config::kDqCols, kAcrossK, kAcrossK>(dq, a.at(step), b.at(step), step > 0);
+    ptx::wgmma_commit();
+  };
+
+  const BandMask mask(params.shape, params.window);
+  const Range whole =
+      mask.template whole_query_tiles<Config::kBlockM>({first_key, first_key + kWarpgroupRows});
+  const float units = params.softmax_scale * kLog2E;
+  uint32_t bad_keys = 0;  // bits 0 and 8 for this lane's keys
+  const auto zero_unseen = [&](float (&x)[1][kM][4], int tile) {
+    if (tile < whole.begin || tile >= whole.end)
+      zero_masked(x, mask, first_key + warp_row + lane / 4, tile * Config::kBlockM + lane % 4 * 2);
+  };
+  const auto find_p = [&](int tile, int stage) {  // Pᵀ = exp2(Sᵀ - lse)
+#pragma unroll
+    for (int n = 0; n < kM; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + lane % 4 * 2]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        scores[0][n][i] =
+            ptx::exp2_approx(fmaf(scores[0][n][i], units, i % 2 == 0 ? -lse.x : -lse.y));
+    }
+    if (bad_keys != 0) {
+#pragma unroll
+      for (int n = 0; n < kM; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (bad_keys >> i / 2 * 8 & 1) scores[0][n][i] = NAN;
+    }
+    zero_unseen(scores, tile);
+    to_operand<T>(p_operand, scores);
+  };
+  const auto find_ds = [&](int tile, int stage) {  // dSᵀ = Pᵀ (dPᵀ - delta)
+#pragma unroll
+    for (int n = 0; n < kM; ++n) {
+      const float2 delta =
+          *reinterpret_cast<const float2*>(&smem.delta[stage][8 * n + lane % 4 * 2]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 p = Element<T>::unpack(p_operand[0][n / 2][n % 2 * 2 + h]);
+        gradients[0][n][2 * h] = p.x * (gradients[0][n][2 * h] - delta.x);
+        gradients[0][n][2 * h + 1] = p.y * (gradients[0][n][2 * h + 1] - delta.y);
+      }
+    }
+    zero_unseen(gradients, tile);
+    to_operand<T>(ds_operand, gradients);
+  };
+
+  // dQ to the buffer from which a storer adds it, in the order of the accumulator's registers.
+  const auto stage_dq = [&](RingPosition tile) {
+    tile.wait_empty(smem.dq_ring[consumer]);
+    const uint32_t target =
+        ptx::shared_address(smem.dq[consumer]) + threadIdx.x % kWarpgroupThreads * 16;
+#pragma unroll
+    for (int i = 0; i < Config::kDqCols / 8; ++i)
+      ptx::store_shared_v4(target + i * kWarpgroupThreads * 16, &dq[4 * i]);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    tile.publish_warp(smem.dq_ring[consumer]);
+  };
+
+  const RingPosition once;
+  once.wait_full(smem.k_ring);
+  take_out_nonfinite<T, KTile, Config::kConsumerThreads>(ptx::shared_address(smem.k), smem.bad_keys,
+                                                         threadIdx.x - kWarpgroupThreads);
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
+  bad_keys = smem.bad_keys[(consumer_row + warp_row) / 32] >> (warp_row % 32 + lane / 4) & 0x101;
+  once.wait_full(smem.v_ring);
+
+  QueryWalk walk = QueryWalk::of<Config>(params, smem.at);
+  RingPosition ring;
+  for (; !walk.done(); walk = walk.next(), ring = ring.next()) {
+    const int stage = ring.stage(smem.q_ring);
+    const bool first = ring.count == 0;
+    ring.wait_full(smem.q_ring);
+    multiply_rows(s, smem.k, smem.q[stage]);
+    ring.wait_full(smem.dout_ring);
+    multiply_rows(ds, smem.v, smem.dout[stage]);
+    ptx::wgmma_wait<1>();
+    ptx::pin(s);
+    find_p(walk.tile, stage);
+    add_product(dv, p_operand, smem.dout[stage], !first);
+    ptx::wgmma_wait<1>();
+    ptx::pin(ds);
+    find_ds(walk.tile, stage);
+    stage_rows<DsTile>(smem.ds[ring.count % 2], ds_operand[0], consumer_row + warp_row);
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
+    multiply_dq(ring.count % 2);
+    add_product(dk, ds_operand, smem.q[stage], !first);
+    ptx::wgmma_wait<1>();
+    ptx::pin(dv);
+    ptx::pin(dq);
+    ring.release(smem.dout_ring);
+    stage_dq(ring);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    ring.release(smem.q_ring);
+  }
+}
+
+// Adds a gradient (64, D) of this consumer's keys to a workspace, or, without one, writes it by way
+// of its own rows of the K or V tile.
+template <typename Config>
+__device__ __forceinline__ void write_gradient(const View& view, const MappedTensor& tensor,
+                                               float* workspace, int cols,
+                                               const BackwardParams& params, const BackwardTile& at,
+                                               char* tile, int consumer,
+                                               float (&gradient)[Config::kHeadDim / 2]) {
+  using KTile = typename Config::KTile;
+  if (view.data == nullptr) return;
+  const int lane = threadIdx.x % kWarpSize;
+  const int consumer_row = consumer * kWarpgroupRows;
+  const int row = consumer_row + threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
+  const auto& fragments = reinterpret_cast<const float (&)[1][Config::kHeadDim / 8][4]>(gradient);
+  const int first_key = at.tile * Config::kBlockN;
+  if (workspace != nullptr) {
+    const int64_t head = int64_t{at.batch} * params.shape.heads_k + at.kv_head;
+    const int seqlen_k = static_cast<int>(params.shape.seqlen_k);
+    GradientWorkspace(workspace, head * seqlen_k, seqlen_k, cols)
+        .template add<Config::kHeadDim>(fragments, first_key + row, 0, lane);
+    return;
+  }
+  uint32_t rounded[1][Config::kHeadDim / 16][4];
+  to_operand<typename Config::Element>(rounded, fragments);
+  stage_rows<KTile>(tile, rounded[0], row);
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync<kWarpgroupThreads>(kOneConsumer + consumer);
+  if (threadIdx.x % kWarpgroupThreads / kWarpSize == 0 && ptx::elect_one()) {
+#pragma unroll
+    for (int slab = 0; slab < KTile::kSlabs; ++slab)
+      ptx::tma_store(
+          &tensor.map,
+          {slab * KTile::kSlabCols, first_key + consumer_row, at.kv_head * tensor.head_step,
+           at.batch * tensor.batch_step},
+          ptx::shared_address(tile) + slab * KTile::kSlabBytes + consumer_row * KTile::kLineBytes);
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
+  }
+}
+
+// A consumer warpgroup: number `consumer` of the block.
+template <typename Config>
+__device__ __forceinline__ void consume(const BackwardKernelParams& params,
+                                        typename Config::SharedStorage& smem, int consumer) {
+  const BackwardParams& problem = params.problem;
+  float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];  // (64, D)
+  if (QueryWalk::of<Config>(problem, smem.at).done()) {
+#pragma unroll
+    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+  } else {
+    accumulate<Config>(problem, smem, consumer, dk, dv);
+#pragma unroll
+    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] *= problem.softmax_scale;
+    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();  // all have read K
+  }
+  write_gradient<Config>(problem.dv, params.dv, problem.dv_accum, problem.shape.head_dim_v, problem,
+                         smem.at, smem.v, consumer, dv);
+  write_gradient<Config>(problem.dk, params.dk, problem.dk_accum, problem.shape.head_dim, problem,
+                         smem.at, smem.k, consumer, dk);
+}
+
+// Thread blocks that take turns are handed out across as many heads as hold about this many.
+constexpr int kOrderedBlocks = 512;
+
+// This block's keys and its share of the group: by the block's index, or, where blocks wait for
+// each other, by the order of their start.
+template <typename Config>
+__device__ __forceinline__ BackwardTile find_tile(const BackwardParams& params) {
+  const Shape& shape = params.shape;
+  const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
+  const int shares = shape.heads_k * params.splits;  // of all groups
+  const bool ordered = params.dq_turns != nullptr;
+  const TileCoordinate at =
+      ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shares,
+                                       shares * shape.batch, max(1, kOrderedBlocks / tiles))
+              : first_tile_first(blockIdx.x, tiles, shares);
+  const GroupShare share = group_share(shape, params.splits, at.head);
+  return {at.tile,           share.kv_head, static_cast<int>(at.batch), share.first_query_head,
+          share.query_heads, ordered};
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    flash_backward(const __grid_constant__ BackwardKernelParams params) {
+  extern __shared__ __align__(1024) char smem_raw[];
+  auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);
+  const int warpgroup = warp * kWarpSize / kWarpgroupThreads;
+
+  if (threadIdx.x == 0) {
+    smem.at = find_tile<Config>(params.problem);
+    for (uint32_t& bits : smem.bad_keys) bits = 0;
+    smem.k_ring.init(1, 1);
+    smem.v_ring.init(1, 1);
+    smem.q_ring.init(2, Config::kConsumerWarps);
+    smem.dout_ring.init(2, Config::kConsumerWarps);
+    for (auto& ring : smem.dq_ring) ring.init(kWarpgroupThreads / kWarpSize, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::register_decrease<Config::kProducerRegisters>();
+    if (warp == 1) {
+      produce_rows<Config>(params.problem, smem);
+    } else if (ptx::elect_one()) {
+      if (warp == 0)
+        produce_tiles<Config>(params, smem);
+      else
+        add_dq<Config>(params.problem, smem, warp - 2);
+    }
+  } else {
+    ptx::register_increase<Config::kConsumerRegisters>();
+    consume<Config>(params, smem, warpgroup - 1);
+  }
+}
+
+}  // namespace flash_ext::sm90
