@@ -13,4 +13,11 @@ __device__ __forceinline__ uint32_t block_index() {
   return index;
 }
 
+// threadIdx.x, likewise.
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 }  // namespace flash_ext::ptx

@@ -23,53 +23,23 @@
 #include "core/gradient_workspace.h"
 #include "core/mask.h"
 #include "core/pipeline.h"
-#include "core/scheduler.h"
 #include "core/softmax.h"
-#include "core/turns.h"
 #include "core/wgmma_layout.h"
 #include "ptx/barrier.h"
 #include "ptx/bulk.h"
 #include "ptx/elect.h"
 #include "ptx/proxy_fence.h"
+#include "ptx/registers.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/tma.h"
 #include "ptx/wgmma.h"
+#include "sm90/backward_dq.cuh"
+#include "sm90/backward_tiles.cuh"
 #include "sm90/config.h"
 #include "sm90/params.h"
 #include "sm90/tile_io.cuh"
 
 namespace flash_ext::sm90 {
-
-// The query tiles a block walks over: `tiles` of each of its heads, counted in the flat order
-// (batch, head).
-struct QueryWalk {
-  int head;
-  int tile;
-  int end_head;
-  Range tiles;
-
-  template <typename Config>
-  static __device__ __forceinline__ QueryWalk of(const BackwardParams& params,
-                                                 const BackwardTile& at) {
-    const int first_key = at.tile * Config::kBlockN;
-    const int end_key = min(first_key + Config::kBlockN, static_cast<int>(params.shape.seqlen_k));
-    const Range tiles = BandMask(params.shape, params.window)
-                            .template touching_query_tiles<Config::kBlockM>({first_key, end_key});
-    const int head = at.batch * params.shape.heads_q + at.first_query_head;
-    const bool empty = tiles.begin == tiles.end;
-    return {head, tiles.begin, empty ? head : head + at.query_heads, tiles};
-  }
-
-  __device__ __forceinline__ bool done() const { return head == end_head; }
-  __device__ __forceinline__ QueryWalk next() const {
-    QueryWalk walk = *this;
-    if (++walk.tile == tiles.end) {
-      walk.tile = tiles.begin;
-      ++walk.head;
-    }
-    return walk;
-  }
-};
 
 // The producer's thread that loads tiles.
 template <typename Config>
@@ -134,55 +104,6 @@ __device__ __forceinline__ void produce_rows(const BackwardParams& params,
     put_rows(smem.delta[ring.stage(smem.dout_ring)], delta);
     ring.publish_warp(smem.dout_ring);
   }
-}
-
-// The turn of one consumer's half of the kTurnRows query rows that hold a tile, in the order of
-// sm80/backward_kernel.cuh: key tiles add to them from the last to the first.
-template <typename Config>
-__device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const BackwardTile& at,
-                                        const QueryWalk& walk, int consumer) {
-  const int seqlen_q = static_cast<int>(params.shape.seqlen_q);
-  const int turn = walk.tile / (kTurnRows / Config::kBlockM);
-  const Range touched = BandMask(params.shape, params.window)
-                            .template touched_key_tiles<Config::kBlockN>(
-                                {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
-  const int64_t counter = int64_t{walk.head} * ceil_div(seqlen_q, kTurnRows) + turn;
-  return {params.dq_turns + 1 + counter * (Config::kThreads / kWarpSize) + consumer,
-          touched.end - 1 - at.tile};
-}
-
-// A storer's thread: adds one consumer's half of each dQ to the workspace. In order it begins its
-// turn with the first tile of the turn and passes it on after the last, when all is added.
-template <typename Config>
-__device__ __forceinline__ void add_dq(const BackwardParams& params,
-                                       typename Config::SharedStorage& smem, int consumer) {
-  constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
-  const bool wanted = params.dq.data != nullptr;
-  const bool ordered = wanted && smem.at.ordered != 0;
-  const uint32_t source = ptx::shared_address(smem.dq[consumer]);
-  RingPosition ring;
-  for (auto walk = QueryWalk::of<Config>(params, smem.at); !walk.done();
-       walk = walk.next(), ring = ring.next()) {
-    ring.wait_full(smem.dq_ring[consumer]);
-    const bool begins_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
-    const bool ends_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
-    if (ordered && begins_turn) dq_turn<Config>(params, smem.at, walk, consumer).wait_alone();
-    if (wanted) {
-      const int64_t tile =
-          int64_t{walk.head} * Config::DqTile::tiles(params.shape.seqlen_q) + walk.tile;
-      ptx::bulk_reduce_add(params.dq_accum + tile * Config::DqTile::kFloats +
-                               consumer * Config::DqTile::kPieceFloats,
-                           source, Config::DqTile::kPieceFloats * sizeof(float));
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<0>();
-    }
-    ring.arrive_empty(smem.dq_ring[consumer]);
-    if (ordered && ends_turn) {
-      ptx::bulk_wait<0>();
-      dq_turn<Config>(params, smem.at, walk, consumer).pass_alone();
-    }
-  }
-  if (wanted) ptx::bulk_wait<0>();
 }
 
 // A consumer's walk: leaves dK / scale and dV (64, D) of its keys.
@@ -251,14 +172,23 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     if (tile < whole.begin || tile >= whole.end)
       zero_masked(x, mask, first_key + warp_row + lane / 4, tile * Config::kBlockM + lane % 4 * 2);
   };
+  // lse or delta of this lane's queries; fetched while products run where registers allow it.
+  constexpr bool kFetchAhead = kM <= 8;
+  float2 lse[kM], delta[kM];
+  const auto fetch = [&](float2(&x)[kM], const float* rows) {
+#pragma unroll
+    for (int n = 0; n < kM; ++n) {
+      x[n] = *reinterpret_cast<const float2*>(&rows[8 * n + lane % 4 * 2]);
+      if (kFetchAhead) asm volatile("" : "+f"(x[n].x), "+f"(x[n].y));
+    }
+  };
   const auto find_p = [&](int tile, int stage) {  // Pᵀ = exp2(Sᵀ - lse)
 #pragma unroll
     for (int n = 0; n < kM; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + lane % 4 * 2]);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         scores[0][n][i] =
-            ptx::exp2_approx(fmaf(scores[0][n][i], units, i % 2 == 0 ? -lse.x : -lse.y));
+            ptx::exp2_approx(fmaf(scores[0][n][i], units, i % 2 == 0 ? -lse[n].x : -lse[n].y));
     }
     if (bad_keys != 0) {
 #pragma unroll
@@ -273,13 +203,11 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const auto find_ds = [&](int tile, int stage) {  // dSᵀ = Pᵀ (dPᵀ - delta)
 #pragma unroll
     for (int n = 0; n < kM; ++n) {
-      const float2 delta =
-          *reinterpret_cast<const float2*>(&smem.delta[stage][8 * n + lane % 4 * 2]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 p = Element<T>::unpack(p_operand[0][n / 2][n % 2 * 2 + h]);
-        gradients[0][n][2 * h] = p.x * (gradients[0][n][2 * h] - delta.x);
-        gradients[0][n][2 * h + 1] = p.y * (gradients[0][n][2 * h + 1] - delta.y);
+        gradients[0][n][2 * h] = p.x * (gradients[0][n][2 * h] - delta[n].x);
+        gradients[0][n][2 * h + 1] = p.y * (gradients[0][n][2 * h + 1] - delta[n].y);
       }
     }
     zero_unseen(gradients, tile);
@@ -310,34 +238,56 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
 
   QueryWalk walk = QueryWalk::of<Config>(params, smem.at);
   RingPosition ring;
-  for (; !walk.done(); walk = walk.next(), ring = ring.next()) {
+  ring.wait_full(smem.q_ring);
+  multiply_rows(s, smem.k, smem.q[0]);
+  for (;;) {
     const int stage = ring.stage(smem.q_ring);
     const bool first = ring.count == 0;
-    ring.wait_full(smem.q_ring);
-    multiply_rows(s, smem.k, smem.q[stage]);
+    const RingPosition before{ring.count - 1};
     ring.wait_full(smem.dout_ring);
     multiply_rows(ds, smem.v, smem.dout[stage]);
+    if (kFetchAhead) fetch(lse, smem.lse[stage]);
     ptx::wgmma_wait<1>();
     ptx::pin(s);
+    if (!kFetchAhead) fetch(lse, smem.lse[stage]);
     find_p(walk.tile, stage);
     add_product(dv, p_operand, smem.dout[stage], !first);
+    if (kFetchAhead) fetch(delta, smem.delta[stage]);
     ptx::wgmma_wait<1>();
     ptx::pin(ds);
+    if (!kFetchAhead) fetch(delta, smem.delta[stage]);
     find_ds(walk.tile, stage);
-    stage_rows<DsTile>(smem.ds[ring.count % 2], ds_operand[0], consumer_row + warp_row);
+    ring.wait_empty(smem.ds_ring);
+    stage_rows<DsTile>(smem.ds[ring.stage(smem.ds_ring)], ds_operand[0], consumer_row + warp_row);
     ptx::fence_proxy_async_shared();
-    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
-    multiply_dq(ring.count % 2);
+    __syncwarp();
+    ring.publish_warp(smem.ds_ring);
+    if (!first) before.wait_full(smem.ds_ring);
+    multiply_dq(first ? 0 : before.stage(smem.ds_ring));
     add_product(dk, ds_operand, smem.q[stage], !first);
     ptx::wgmma_wait<1>();
     ptx::pin(dv);
     ptx::pin(dq);
     ring.release(smem.dout_ring);
-    stage_dq(ring);
+    if (!first) {
+      before.release(smem.ds_ring);
+      stage_dq(before);
+    }
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     ring.release(smem.q_ring);
+    walk = walk.next();
+    ring = ring.next();
+    if (walk.done()) break;
+    ring.wait_full(smem.q_ring);
+    multiply_rows(s, smem.k, smem.q[ring.stage(smem.q_ring)]);
   }
+  const RingPosition last{ring.count - 1};
+  last.wait_full(smem.ds_ring);
+  multiply_dq(last.stage(smem.ds_ring));
+  ptx::wgmma_wait<0>();
+  ptx::pin(dq);
+  stage_dq(last);
 }
 
 // Adds a gradient (64, D) of this consumer's keys to a workspace, or, without one, writes it by way
@@ -350,9 +300,10 @@ __device__ __forceinline__ void write_gradient(const View& view, const MappedTen
                                                float (&gradient)[Config::kHeadDim / 2]) {
   using KTile = typename Config::KTile;
   if (view.data == nullptr) return;
-  const int lane = threadIdx.x % kWarpSize;
+  const int thread = static_cast<int>(ptx::thread_index()) % kWarpgroupThreads;
+  const int lane = thread % kWarpSize;
   const int consumer_row = consumer * kWarpgroupRows;
-  const int row = consumer_row + threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
+  const int row = consumer_row + thread / kWarpSize * 16;
   const auto& fragments = reinterpret_cast<const float (&)[1][Config::kHeadDim / 8][4]>(gradient);
   const int first_key = at.tile * Config::kBlockN;
   if (workspace != nullptr) {
@@ -367,7 +318,7 @@ __device__ __forceinline__ void write_gradient(const View& view, const MappedTen
   stage_rows<KTile>(tile, rounded[0], row);
   ptx::fence_proxy_async_shared();
   ptx::barrier_sync<kWarpgroupThreads>(kOneConsumer + consumer);
-  if (threadIdx.x % kWarpgroupThreads / kWarpSize == 0 && ptx::elect_one()) {
+  if (thread / kWarpSize == 0 && ptx::elect_one()) {
 #pragma unroll
     for (int slab = 0; slab < KTile::kSlabs; ++slab)
       ptx::tma_store(
@@ -401,26 +352,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
                          smem.at, smem.k, consumer, dk);
 }
 
-// Thread blocks that take turns are handed out across as many heads as hold about this many.
-constexpr int kOrderedBlocks = 512;
-
-// This block's keys and its share of the group: by the block's index, or, where blocks wait for
-// each other, by the order of their start.
-template <typename Config>
-__device__ __forceinline__ BackwardTile find_tile(const BackwardParams& params) {
-  const Shape& shape = params.shape;
-  const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
-  const int shares = shape.heads_k * params.splits;  // of all groups
-  const bool ordered = params.dq_turns != nullptr;
-  const TileCoordinate at =
-      ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shares,
-                                       shares * shape.batch, max(1, kOrderedBlocks / tiles))
-              : first_tile_first(blockIdx.x, tiles, shares);
-  const GroupShare share = group_share(shape, params.splits, at.head);
-  return {at.tile,           share.kv_head, static_cast<int>(at.batch), share.first_query_head,
-          share.query_heads, ordered};
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardKernelParams params) {
@@ -437,6 +368,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     smem.q_ring.init(2, Config::kConsumerWarps);
     smem.dout_ring.init(2, Config::kConsumerWarps);
     for (auto& ring : smem.dq_ring) ring.init(kWarpgroupThreads / kWarpSize, 1);
+    smem.ds_ring.init(Config::kConsumerWarps, Config::kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();

@@ -115,8 +115,8 @@ struct BackwardConfig {
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
   static constexpr int kThreads = kWarpgroupThreads + kConsumerThreads;
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "consumers would wait for ever");
@@ -132,12 +132,13 @@ struct BackwardConfig {
   using DsTile = SlabTile<kBlockN, kBlockM>;  // dSᵀ: keys are rows
   using DqTile = AccumulatorTile<kBlockM, kHeadDim, kDqCols>;
 
+  static constexpr int kDsStages = 3;
   struct SharedStorage {
     alignas(1024) char k[KTile::kBytes];  // in the end the staging buffers of dK and dV
     alignas(1024) char v[KTile::kBytes];
     alignas(1024) char q[kStages][QTile::kBytes];
     alignas(1024) char dout[kStages][QTile::kBytes];
-    alignas(1024) char ds[2][DsTile::kBytes];
+    alignas(1024) char ds[kDsStages][DsTile::kBytes];
     alignas(1024) float dq[kConsumers][DqTile::kPieceFloats];
     alignas(16) float lse[kStages][kBlockM];  // in units of log2(e)
     alignas(16) float delta[kStages][kBlockM];
@@ -146,6 +147,7 @@ struct BackwardConfig {
     Ring<1> k_ring, v_ring;
     Ring<kStages> q_ring;  // Q and lse
     Ring<kStages> dout_ring;  // dO and delta
+    Ring<kDsStages> ds_ring;
     Ring<1> dq_ring[kConsumers];
   };
 };
