@@ -1,4 +1,4 @@
-"""Tiles of the Hopper kernels: every row of csrc/sm90/config.h against its neighbours.
+"""Forward tiles of the Hopper kernels: every one in csrc/sm90/config.h against its neighbours.
 
     python -m bench.autotune --head-dims 128
 

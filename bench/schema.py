@@ -74,7 +74,8 @@ class Cell:
 
         Forward: lse (B, Hq, Sq). Backward: delta, of the same size, and dQ (B, Hq, Sq, D rounded up
         to 16); with grouped heads, where keys are few for the GPU, also dK (B, Hk, Sk, D rounded
-        up) and dV. Both: all together.
+        up) and dV. Both: all together. Hopper's backward kernels need more for dQ, unless its rows
+        and columns are whole tiles.
         """
         rows = self.B * self.Hq * self.Sq
         if self.pass_name == "forward":

@@ -262,8 +262,11 @@ def _choose(
         return Choice(None, None, missing or "this build has no CUDA kernels")
     if forced.family is not None and forced.family not in families:
         return Choice(None, None, f"forced to family {forced.family}, which this build lacks")
-    passes_of_family = {row.pass_ for row in kernels if row.family == forced.family}
-    family = forced.family if pass_ in passes_of_family else None
+    # A family that has kernels for such a problem in the other pass alone leaves this one free.
+    forced_passes = {
+        row.pass_ for row in kernels if row.family == forced.family and _is_made_for(row, problem)
+    }
+    family = forced.family if pass_ in forced_passes or not forced_passes else None
     dtype = name_of(problem.dtype)
     rows = [row for row in kernels if (row.pass_, row.dtype) == (pass_, dtype)]
     refused: list[str] = []
@@ -275,7 +278,7 @@ def _choose(
         if reason is None:
             why = "forced" if family else "first in order of preference that serves it"
             if forced.family != family:
-                why += f"; {forced.family} has no {pass_} kernels to force"
+                why += f"; {forced.family} has no {pass_} kernels for such a problem to force"
             passed_over = tuple(dict.fromkeys(refused))
             split = _split(row, problem, hardware.multiprocessors)
             return Choice(row.family, row, f"{row}; {why}", passed_over, *split)
@@ -290,6 +293,12 @@ def _choose(
     else:
         reason = "no compiled kernel can"
     return Choice(None, None, reason, tuple(dict.fromkeys(refused)))
+
+
+def _is_made_for(row: Kernel, problem: Problem) -> bool:
+    """Whether a kernel reads tensors of this kind at all, whatever else is asked of it."""
+    fits = max(problem.D, problem.Dv) <= row.head_dim and (row.packed or not problem.varlen)
+    return fits and row.dtype == name_of(problem.dtype)
 
 
 def _unfit(row: Kernel, problem: Problem, smem_limit: int) -> str | None:

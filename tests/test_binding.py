@@ -8,6 +8,7 @@ every check runs on every machine, and nothing is launched.
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import sys
 import textwrap
@@ -53,6 +54,8 @@ def test_kernel_table() -> None:
         assert row["features"] in ("lean", "full")
         assert isinstance(row["deterministic"], bool)
         assert isinstance(row["splits_groups"], bool)
+        assert isinstance(row["whole_dq_tiles"], bool)
+        assert not (row["whole_dq_tiles"] and (row["packed"] or row["pass"] == "forward"))
         sizes = ("head_dim", "block_m", "block_n", "threads", "stages", "smem_bytes")
         assert all(row[name] > 0 for name in sizes)
     assert {row["head_dim"] for row in rows} <= set(_C.build_info()["head_dims"])
@@ -211,6 +214,25 @@ def test_turns_fit_the_kernel(forged: tuple[ModuleType, Forgery]) -> None:
         run("backward", call | {"dq_turns": torch.zeros(counters)}, forged[0])
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("Sq", "D"), [(24, 64), (130, 40), (128, 8)])
+def test_workspace_of_dq_fits_the_kernel(
+    forged: tuple[ModuleType, Forgery], Sq: int, D: int, whole: bool
+) -> None:
+    """Rows of q and columns in steps of 16, or whole tiles of the kernel."""
+    call = make("backward", Sq=Sq, D=D, whole_dq_tiles=whole)
+    row = _C.kernels()[call["kernel"]]
+    rows, columns = Sq, -(-D // 16) * 16
+    if whole:
+        rows, columns = -(-Sq // row["block_m"]) * row["block_m"], row["head_dim"]
+    assert call["dq_accum"].shape == (2, 4, rows, columns)
+    expected = re.escape(f"shape (2, 4, {rows}, {columns}) was expected, got (2, 4, ")
+    for wrong in ((rows + 1, columns), (rows, columns + 16), (rows - 1, columns)):
+        dq_accum = torch.zeros(2, 4, *wrong)
+        with pytest.raises(ValueError, match=rf"^dq_accum: {expected}{wrong[0]}, {wrong[1]}\)$"):
+            run("backward", call | {"dq_accum": dq_accum}, forged[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -278,17 +300,15 @@ def test_bad_modifier_is_named(
     says: str,
 ) -> None:
     with pytest.raises(error, match=says):
-        run(which, make(which) | modified(which, **wrong), forged[0])
+        run(which, make(which, features="full") | modified(**wrong), forged[0])
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_lean_kernels_take_no_modifiers(forged: tuple[ModuleType, Forgery], which: str) -> None:
-    call = make(which) | modified(which, softcap=1.0) | {"kernel": find_kernel(which)}
     with pytest.raises(ValueError, match="^modifiers: None for a lean kernel was expected"):
-        run(which, call, forged[0])
+        run(which, make(which) | modified(softcap=1.0), forged[0])
     with pytest.raises(TypeError, match="^modifiers: None or a tuple of 5 was expected, got list"):
-        wrong = {"modifiers": [], "kernel": find_kernel(which, features="full")}
-        run(which, make(which) | wrong, forged[0])
+        run(which, make(which, features="full") | {"modifiers": []}, forged[0])
 
 
 OFFSETS = torch.tensor([0, 3, 24], dtype=torch.int32)
@@ -312,11 +332,6 @@ BAD_PACKINGS: list[tuple[object, type[Exception], str]] = [
 ]
 
 
-def packed_kernel(which: str) -> int:
-    rows = (r for r in _C.kernels() if (r["pass"], r["dtype"]) == (which, "bfloat16"))
-    return next(int(r["index"]) for r in rows if r["packed"] and r["head_dim"] >= 64)
-
-
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize(("packing", "error", "says"), BAD_PACKINGS)
 def test_bad_packing_is_named(
@@ -326,7 +341,7 @@ def test_bad_packing_is_named(
     error: type[Exception],
     says: str,
 ) -> None:
-    call = make(which, B=1) | {"kernel": packed_kernel(which), "packing": packing}
+    call = make(which, B=1, packed=True) | {"packing": packing}
     with pytest.raises(error, match=says):
         run(which, call, forged[0])
 
@@ -337,14 +352,13 @@ def test_packed_sequences_are_one_batch_entry(
 ) -> None:
     packing = {"packing": (OFFSETS, OFFSETS, None, None)}
     with pytest.raises(ValueError, match=r"^packing: None but for q, k and v \(1, T, H, D\)"):
-        run(which, make(which) | packing | {"kernel": packed_kernel(which)}, forged[0])
+        run(which, make(which, packed=True) | packing, forged[0])
     with pytest.raises(ValueError, match="^packing: None for a kernel that reads no packed seq"):
         run(which, make(which, B=1) | packing, forged[0])
 
 
 def test_packed_turns_fit_the_sequences(forged: tuple[ModuleType, Forgery]) -> None:
-    call = make("backward", B=1) | {"kernel": packed_kernel("backward")}
-    call |= {"packing": (OFFSETS, OFFSETS, None, None)}
+    call = make("backward", B=1, packed=True) | {"packing": (OFFSETS, OFFSETS, None, None)}
     warps = _C.kernels()[call["kernel"]]["threads"] // 32
     says = rf"^dq_turns: shape \({1 + 4 * (24 // 128 + 2 + 1) * warps},\) was expected"
     with pytest.raises(ValueError, match=says):
@@ -372,7 +386,7 @@ def test_bad_bias_gradient_is_named(
     error: type[Exception],
     says: str,
 ) -> None:
-    call = make("backward") | modified("backward", **given) | {"dbias": dbias}
+    call = make("backward", features="full") | modified(**given) | {"dbias": dbias}
     with pytest.raises(error, match=says):
         run("backward", call, forged[0])
 
@@ -397,7 +411,7 @@ def test_bad_fixed_point_is_named(
     says: str,
 ) -> None:
     given = {"bias": BIAS.float() if dbias is None else dbias}
-    call = make("backward") | modified("backward", **given)
+    call = make("backward", features="full") | modified(**given)
     with pytest.raises(error, match=says):
         run("backward", call | {"dbias": dbias, "dbias_fixed": fixed}, forged[0])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_ext import dispatch
+from flash_ext import dispatch, ops
 from flash_ext.dispatch import Forced, Hardware, Kernel, Plan
 from flash_ext.problem import Capability, Problem
 
@@ -179,6 +179,107 @@ def test_forced_family() -> None:
     without = dispatch.plan(PROBLEM, lean, ARCHS, hopper, Forced(family="sm90"))
     with pytest.raises(NotImplementedError, match="forced to family sm90, which this build lacks"):
         without.kernel("forward")
+
+
+# On Hopper: kernels of its own for both passes, lean and dense, backward up to head dim 128.
+OF_HOPPER = [
+    *(row("sm90", "forward", D, 128, 190) for D in (64, 128, 256)),
+    *(row("sm90", "backward", D, 64, 200, whole_dq_tiles=True) for D in (64, 128)),
+]
+GENERIC = [
+    row("sm80", pass_, D, 64, 90, features=features, packed=packed)
+    for pass_ in dispatch.PASSES
+    for D in (64, 128, 256)
+    for features, packed in (("lean", False), ("lean", True), ("full", True))
+]
+
+
+def plan_on_hopper(forced: Forced | None = None, **change: Any) -> Plan:
+    rows = [{**item, "index": index} for index, item in enumerate(OF_HOPPER + GENERIC)]
+    kernels = [Kernel.of(item) for item in rows]
+    hopper = Hardware.absent(HOPPER)
+    return dispatch.plan(replace(PROBLEM, **change), kernels, ARCHS, hopper, forced)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("D", "Dv", "head_dim"), [(64, 8, 64), (40, 72, 128), (128, 128, 128)])
+def test_backward_of_hopper_is_preferred(
+    D: int, Dv: int, head_dim: int, deterministic: bool
+) -> None:
+    backward = plan_on_hopper(D=D, Dv=Dv, deterministic=deterministic).backward
+    assert backward.family == "sm90"
+    assert backward.kernel is not None
+    assert (backward.kernel.head_dim, backward.kernel.whole_dq_tiles) == (head_dim, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"D": 256}, "the head dim is 256"),
+        ({"Dv": 136}, "the head dim is 136"),
+        ({"varlen": True}, "does not read packed sequences"),
+        ({"modifiers": ("softcap",)}, "does not serve softcap"),
+    ],
+    ids=str,
+)
+def test_backward_on_hopper_that_is_the_generic_one(change: dict[str, Any], reason: str) -> None:
+    backward = plan_on_hopper(**change).backward
+    assert backward.family == "sm80"
+    assert backward.kernel is not None
+    assert not backward.kernel.whole_dq_tiles
+    assert f"sm90, head dims up to 128, lean: {reason}" in backward.refused
+
+
+@pytest.mark.parametrize("change", [{"D": 192}, {"Dv": 256}, {"D": 130, "deterministic": True}])
+def test_forced_family_leaves_a_pass_free_that_it_has_no_kernels_for(
+    change: dict[str, Any],
+) -> None:
+    found = plan_on_hopper(Forced("sm90"), **change)
+    assert (found.forward.family, found.backward.family) == ("sm90", "sm80")
+    assert found.forward.reason.endswith("; forced")
+    assert found.backward.reason.endswith(
+        "; first in order of preference that serves it; sm90 has no backward kernels for such a "
+        "problem to force"
+    )
+    assert found.backward.refused == plan_on_hopper(**change).backward.refused
+
+
+@pytest.mark.parametrize(
+    ("change", "smem_limit", "reason"),
+    [
+        ({}, 199, "asks for 204800 bytes of shared memory, 203776 are available"),
+        ({"modifiers": ("softcap",)}, None, "does not serve softcap"),
+        ({"varlen": True}, None, "does not read packed sequences"),  # in neither pass
+        ({"D": 264}, None, "the head dim is 264"),
+    ],
+    ids=str,
+)
+def test_forced_family_refuses_what_it_has_kernels_for_but_cannot_serve(
+    change: dict[str, Any], smem_limit: int | None, reason: str
+) -> None:
+    forced = Forced("sm90", None if smem_limit is None else smem_limit * KIB)
+    found = plan_on_hopper(forced, **change)
+    assert found.backward.family is None
+    assert any(reason in refusal for refusal in found.backward.refused)
+    with pytest.raises(NotImplementedError, match="the backward pass is not served"):
+        found.kernel("backward")
+
+
+def test_compiled_kernels_on_hopper() -> None:
+    """The first row that fits a dense plain call is Hopper's, if this build has it."""
+    kernels = ops.compiled_kernels()
+    dims = [row.head_dim for row in kernels if (row.family, row.pass_) == ("sm90", "backward")]
+    if not dims:
+        pytest.skip("no backward kernels of Hopper's are compiled")
+    hopper = Hardware.absent(HOPPER)
+    for D in sorted({row.head_dim for row in kernels}):
+        found = dispatch.plan(replace(PROBLEM, D=D, Dv=D), kernels, ("90a",), hopper)
+        assert found.backward.family == ("sm90" if max(dims) >= D else "sm80"), D
+        for change in ({"varlen": True}, {"modifiers": ("dropout_p",)}):
+            other = replace(PROBLEM, D=D, Dv=D, **change)
+            backward = dispatch.plan(other, kernels, ("90a",), hopper).backward
+            assert backward.family == "sm80"
+            assert any(reason.startswith("sm90") for reason in backward.refused)
 
 
 def test_forced_shared_memory_never_exceeds_the_device() -> None:

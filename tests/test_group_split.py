@@ -132,6 +132,7 @@ def test_replayed_workspaces_start_at_zero() -> None:
 # The binding alone, where the number of splits is free
 
 SIZES = {"B": 2, "Sq": 200, "Sk": 150, "Hq": 10, "Hk": 2}
+each_family = pytest.mark.parametrize("kernel", [{}, {"family": "sm80"}], ids=["first", "sm80"])
 
 
 def gradients(call: Arguments) -> dict[str, torch.Tensor]:
@@ -139,10 +140,11 @@ def gradients(call: Arguments) -> dict[str, torch.Tensor]:
     return {name: call[name].float() for name in ("dq", "dk", "dv")}
 
 
+@each_family
 @pytest.mark.parametrize("splits", [2, 3, 4, 5])
-def test_any_number_of_splits(splits: int) -> None:
+def test_any_number_of_splits(splits: int, kernel: dict[str, str]) -> None:
     """Sums in fp32, rounded once: dk and dv differ from those of one block by one rounding."""
-    call = make_call("backward", "cuda", **SIZES)
+    call = make_call("backward", "cuda", **SIZES, **kernel)
     whole = gradients(call)
     shared = gradients(call | split(call, splits))
     for name, expected in whole.items():
@@ -150,9 +152,10 @@ def test_any_number_of_splits(splits: int) -> None:
         torch.testing.assert_close(shared[name], expected, atol=atol, rtol=2**-7)
 
 
+@each_family
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (40, 56)])
-def test_workspaces_hold_the_sums(D: int, Dv: int) -> None:
-    call = make_call("backward", "cuda", **SIZES, D=D, Dv=Dv)
+def test_workspaces_hold_the_sums(D: int, Dv: int, kernel: dict[str, str]) -> None:
+    call = make_call("backward", "cuda", **SIZES, D=D, Dv=Dv, **kernel)
     call |= split(call, 3)
     found = gradients(call)
     for name in ("dk", "dv"):
@@ -165,9 +168,10 @@ def test_workspaces_hold_the_sums(D: int, Dv: int) -> None:
         torch.testing.assert_close(by_row, padded.sort(-1).values, atol=2**-8, rtol=2**-7)
 
 
+@each_family
 @pytest.mark.parametrize("sizes", [{"Sq": 0}, {"Sk": 0}], ids=str)
-def test_nothing_to_add(sizes: dict[str, int]) -> None:
-    call = make_call("backward", "cuda", **SIZES | sizes)
+def test_nothing_to_add(sizes: dict[str, int], kernel: dict[str, str]) -> None:
+    call = make_call("backward", "cuda", **SIZES | sizes, **kernel)
     call |= split(call, 5)
     for name, gradient in gradients(call).items():
         assert (gradient == 0).all(), name

@@ -307,9 +307,13 @@ def test_unwanted_instruction_is_a_fault(opcode: str) -> None:
 
 def hopper_faults(old: str = "", new: str = "") -> list[str]:
     """Faults of the Hopper kernel, every `old` in its machine code replaced."""
-    assert old in HOPPER_SASS
-    (code,) = gates.codes(HOPPER_SASS.replace(old, new) if old else HOPPER_SASS)
-    return list(gates.code_faults(HOPPER_ROW, code))
+    return doctored_faults(HOPPER_ROW, HOPPER_SASS, old, new)
+
+
+def doctored_faults(row: gates.Row, sass: str, old: str, new: str) -> list[str]:
+    assert old in sass
+    (code,) = gates.codes(sass.replace(old, new) if old else sass)
+    return list(gates.code_faults(row, code))
 
 
 def test_hopper_code_is_read() -> None:
@@ -331,12 +335,12 @@ def test_hopper_code_is_read() -> None:
         ("HGMMA.64x64x16", "HMMA.64x64x16", "2 HMMA"),
         ("HGMMA.64x32x16", "HGMMA.64x64x16", "4 HGMMA of 64 x 64 x 16 bfloat16, A in shared"),
         ("HGMMA.64x32x16.F32.BF16 R24, gdesc[UR16]", "NOP",
-         "3 HGMMA of 64 x 32 x 16 bfloat16, A in shared memory, expected a multiple of 4"),
+         "3 HGMMA of 64 x 32 x 16 bfloat16, A in shared memory, expected 4 for each of at least 1"),
         ("R24, gdesc[UR16], R24 ;", "R24", "6 HGMMA, 5 of them were understood"),
         ("R120, gdesc[UR12].tnspB", "R120, gdesc[UR12]",
-         "1 HGMMA of 64 x 64 x 16 bfloat16, A in registers, which is neither S nor O"),
+         "1 HGMMA of 64 x 64 x 16 bfloat16, A in registers, which is no product of the forward"),
         ("gdesc[UR24]", "gdesc[UR24].tnspA.tnspB", "A in shared memory, AB transposed, which is"),
-        (".BF16", "", "of 64 x 64 x 16 float16, A in registers, B transposed, which is neither"),
+        (".BF16", "", "of 64 x 64 x 16 float16, A in registers, B transposed, which is no"),
         ("R120, gdesc", "gdesc[UR4], gdesc", "1 HGMMA of 64 x 64 x 16 bfloat16, A in shared"),
         ("0xa0", "0xa8", "536 registers for a thread of each of 4 warpgroups, 512 are there"),
         ("USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0", "NOP", "given back (32,), asked for ()"),
@@ -345,6 +349,81 @@ def test_hopper_code_is_read() -> None:
 )  # fmt: skip
 def test_doctored_hopper_code_is_a_fault(old: str, new: str, fault: str) -> None:
     assert fault in "\n".join(hopper_faults(old, new))
+
+
+# Columns of dQ that a consumer computes, by head dim and query rows: with 128 rows half of these
+# and all columns, with 64 half of the columns.
+DQ_COLUMNS = {(64, 128): 64, (128, 64): 64, (128, 128): 128}
+
+
+def backward_row(head_dim: int, block_m: int) -> gates.Row:
+    tile = {"head_dim": head_dim, "block_m": block_m, "block_n": 128, "threads": 384}
+    return {**HOPPER_ROW, **tile, "pass": "backward"}
+
+
+def backward_sass(head_dim: int, block_m: int) -> str:
+    """A kernel that computes each of the five products once, its name behind each step."""
+    kernel = (
+        "_ZN9flash_ext4sm9014flash_backwardINS0_14BackwardConfigI13__nv_bfloat16"
+        f"Li{head_dim}ELi{block_m}ELi2EEEEEvNS0_20BackwardKernelParamsE"
+    )
+    first = (block_m, "gdesc[UR12]", head_dim // 16)
+    second = (head_dim, "R184, gdesc[UR12].tnspB", block_m // 16)
+    third = (DQ_COLUMNS[head_dim, block_m], "gdesc[UR12].tnspA.tnspB", 128 // 16)
+    products = {"S": first, "dP": first, "dV": second, "dQ": third, "dK": second}
+    lines = [
+        *("USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;", "USETMAXREG.DEALLOC.CTAPOOL 0x18 ;"),
+        *("UTMALDG.4D [UR16], [UR12] ;", "UTMASTG.4D [UR8], [UR14] ;"),
+    ]
+    for name, (n, operands, steps) in products.items():
+        lines += [f"HGMMA.64x{n}x16.F32.BF16 R24, {operands}, R24 ; /* {name} */"] * steps
+    code = "".join(f"        /*{16 * i:04x}*/  {line}\n" for i, line in enumerate(lines))
+    return f"arch = sm_90a\n\t\tFunction : {kernel}\n{code}"
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), DQ_COLUMNS)
+def test_hopper_backward_code_is_read(head_dim: int, block_m: int) -> None:
+    row, sass = backward_row(head_dim, block_m), backward_sass(head_dim, block_m)
+    (code,) = gates.codes(sass)
+    assert gates.implements(row, code.kernel)
+    for change in ({"pass": "forward"}, {"block_m": 96}, {"head_dim": 256}, {"dtype": "float16"}):
+        assert not gates.implements({**row, **change}, code.kernel)
+    assert list(gates.code_faults(row, code)) == []
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), DQ_COLUMNS)
+@pytest.mark.parametrize("product", ["S", "dP", "dV", "dK", "dQ"])
+def test_missing_product_of_the_backward_pass_is_a_fault(
+    product: str, head_dim: int, block_m: int
+) -> None:
+    """The whole product, or one of its steps."""
+    row, sass = backward_row(head_dim, block_m), backward_sass(head_dim, block_m)
+    lines = sass.splitlines()
+    steps = [line for line in lines if f"/* {product} */" in line]
+    without = "\n".join(line for line in lines if line not in steps)
+    doctored = [without, sass.replace(steps[-1], steps[-1].replace("HGMMA", "IMMA"))]
+    for text in doctored:
+        (code,) = gates.codes(text)
+        (fault,) = gates.code_faults(row, code)
+        assert "HGMMA of 64 x" in fault
+        assert "expected" in fault
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        (".tnspA", "", "A in shared memory, B transposed, which is no product of the backward"),
+        ("R184, gdesc[UR12].tnspB", "gdesc[UR12].tnspB", "0 HGMMA of 64 x 128 x 16 bfloat16, A in"),
+        ("64x128x16", "64x64x16", "8 HGMMA of 64 x 64 x 16 bfloat16, A in registers, B transp"),
+        ("R24, gdesc[UR12], R24 ;", "R24", "32 HGMMA, 16 of them were understood"),
+        ("0xf0", "0xf8", "520 registers for a thread of each of 3 warpgroups, 504 are there"),
+        ("UTMASTG", "STG", "no UTMASTG"),
+    ],
+)
+def test_doctored_hopper_backward_code_is_a_fault(old: str, new: str, fault: str) -> None:
+    row, sass = backward_row(128, 64), backward_sass(128, 64)
+    assert list(gates.code_faults(row, next(gates.codes(sass)))) == []
+    assert fault in "\n".join(doctored_faults(row, sass, old, new))
 
 
 SERIALISED = """

@@ -29,7 +29,8 @@ Modifiers = tuple[float, Tensor | None, Tensor | None, int, Tensor | None] | Non
 class FakeExtension:
     """Kernels that compute by the reference; keeps the arguments of the last call."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: list[Kernel]) -> None:
+        self.kernels = kernels
         self.last: dict[str, Any] = {}
 
     def forward(
@@ -60,7 +61,11 @@ class FakeExtension:
         assert len({q.dtype, out.dtype, dout.dtype}) == 1
         self._insist(q, k, v, out, dout, floats=(lse, dlse, delta, dq_accum, dk_accum, dv_accum))
         assert (dq is None) == (dq_accum is None)
-        assert dq_accum is None or dq_accum.shape == (*lse.shape, -(-q.shape[-1] // 16) * 16)
+        row = self.kernels[kernel]
+        rows, columns = lse.shape[2], -(-q.shape[-1] // 16) * 16
+        if row.whole_dq_tiles:
+            rows, columns = -(-rows // row.block_m) * row.block_m, row.head_dim
+        assert dq_accum is None or dq_accum.shape == (*lse.shape[:2], rows, columns)
         seq, head = (2, 1) if bhsd else (1, 2)
         for gradient, workspace in ((dk, dk_accum), (dv, dv_accum)):
             assert (workspace is not None) == (splits > 1 and gradient is not None)
@@ -73,8 +78,8 @@ class FakeExtension:
         gradients = reference.backward(
             dout, dlse, q, k, v, out, lse, want_dbias=want_dbias, **plain
         )
-        rows = (dout.float() * out).sum(-1)
-        delta.copy_((rows if bhsd else rows.transpose(1, 2)) - (0 if dlse is None else dlse))
+        sums = (dout.float() * out).sum(-1)
+        delta.copy_((sums if bhsd else sums.transpose(1, 2)) - (0 if dlse is None else dlse))
         for target, values in zip((dq, dk, dv, dbias), gradients, strict=False):
             if target is not None:
                 assert target.is_contiguous()
@@ -117,12 +122,15 @@ def extension(
 ) -> Iterator[FakeExtension]:
     """A build whose forward serves all of both halves, and whose backward is not deterministic.
 
-    Lean kernels alone, unless the fixture gets the parameter "full".
+    Lean kernels alone, unless the fixture gets the parameter "full"; with "whole_dq_tiles" these
+    take dQ's workspace in whole tiles.
     """
-    features = ("lean", "full")[: 2 if getattr(request, "param", "lean") == "full" else 1]
+    kind = getattr(request, "param", "lean")
+    features = ("lean", "full") if kind == "full" else ("lean",)
     rows = [
         {**ROW, "pass": pass_, "dtype": dtype, "features": feature}
         | {"deterministic": feature == "full" or pass_ == "forward"}
+        | {"whole_dq_tiles": kind == "whole_dq_tiles" and pass_ == "backward"}
         for feature, pass_, dtype in product(features, dispatch.PASSES, ("float16", "bfloat16"))
     ]
     kernels = [Kernel.of({**row, "index": index}) for index, row in enumerate(rows)]
@@ -130,7 +138,7 @@ def extension(
     def plan_on(device: torch.device, problem: Problem) -> Plan:
         return dispatch.plan(problem, kernels, ("80",), A100, dispatch.in_force)
 
-    fake = FakeExtension()
+    fake = FakeExtension(kernels)
     monkeypatch.setattr(build, "extension", lambda: fake)
     monkeypatch.setattr(ops, "plan_on", plan_on)
     ops._launches.clear()
@@ -190,6 +198,21 @@ def test_cuda_operator_makes_inputs_readable(
     in_place = memory not in ("strided", "offset") and D % 8 == 0
     assert (extension.last["q"].data_ptr() == inputs.q.data_ptr()) == in_place
     assert extension.last["q"].shape[-1] == -(-D // 8) * 8
+
+
+@pytest.mark.parametrize("extension", ["whole_dq_tiles"], indirect=True)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(("Sq", "rows"), [(0, 0), (1, 128), (128, 128), (129, 256)])
+@pytest.mark.parametrize("D", [128, 40])
+def test_whole_tiles_in_the_workspace_of_dq(
+    D: int, Sq: int, rows: int, layout: str, extension: FakeExtension
+) -> None:
+    case = Case(
+        seqlen_q=Sq, seqlen_k=5, heads_q=4, head_dim=D, dtype=torch.bfloat16, layout=layout
+    )  # fmt: skip
+    found, expected = cuda_and_reference(make_inputs(case))
+    hold_equal(found, expected)
+    assert extension.last["dq_accum"].shape == (case.batch, 4, rows, 128)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -12,9 +12,10 @@ from flash_ext import dispatch
 def forced(family: str | None = None, smem_limit: int | None = None) -> Iterator[None]:
     """Within the context only kernels of one family, or of limited shared memory, are chosen.
 
-    A family that has no kernels for a pass at all leaves that pass free, as `explain` tells. The
-    context holds for every thread, backward passes included, and for `explain`. A call that no such
-    kernel serves raises `NotImplementedError`, and so does one with CPU tensors.
+    A family that has kernels for tensors of this kind (dtype, head dims, packed or not) in one pass
+    alone leaves the other pass free, as `explain` tells. The context holds for every thread,
+    backward passes included, and for `explain`. A call that no such kernel serves raises
+    `NotImplementedError`, and so does one with CPU tensors.
 
     Args:
         family: "sm80" or "sm90"; None leaves the family free.

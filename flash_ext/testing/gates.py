@@ -199,8 +199,12 @@ def smem_limit(arch: str) -> int:
 def implements(row: Row, kernel: str) -> bool:
     """Whether a mangled name is that of a row's main kernel: family, pass, element and tile are in
     it, and behind them, as the last two numbers of a generic configuration, whether it has all
-    features and whether it reads packed sequences."""
-    tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
+    features and whether it reads packed sequences. In Hopper's backward pass the keys of a tile
+    follow from the number of consumers."""
+    sizes = ["head_dim", "block_m", "block_n"]
+    if (row["family"], row["pass"]) == ("sm90", "backward"):
+        sizes.remove("block_n")
+    tile = "".join(f"Li{row[size]}E" for size in sizes)
     element = MANGLED[row["dtype"]]
     kind = r"(?:Li\d+E)*(?:Lb(\d)ELb(\d)E)?"
     name = rf"4{row['family']}\w*_{row['pass']}\w*{element}{tile}{kind}"
@@ -272,31 +276,65 @@ def code_faults(row: Row, code: Code) -> Iterator[str]:
             yield f"{where}: {code.opcodes[opcode]} {opcode}"
     if row["family"] == "sm90":
         yield from (f"{where}: {fault}" for fault in register_faults(row, code))
-        if row["pass"] == "forward":
-            yield from (f"{where}: {fault}" for fault in forward_product_faults(row, code))
+        yield from (f"{where}: {fault}" for fault in product_faults(row, code))
 
 
-def forward_product_faults(row: Row, code: Code) -> Iterator[str]:
-    """Which HGMMA are not those of S = Q Kᵀ and O = P V, or are not whole products.
+class Steps(NamedTuple):
+    """How often a kind of HGMMA is needed: a product takes 16 columns of its inner dimension a
+    step."""
 
-    A product takes 16 columns of its inner dimension a step: S D / 16 of them, with K in shared
-    memory and Q there or in registers, O kBlockN / 16, with P in registers and V transposed.
-    """
+    of_one: int  # steps of one product
+    products: int  # that take this kind
+
+
+def expected_products(row: Row, code: Code) -> dict[Wgmma, Steps]:
+    """What a consumer needs for one tile."""
+    return forward_products(row, code) if row["pass"] == "forward" else backward_products(row)
+
+
+def forward_products(row: Row, code: Code) -> dict[Wgmma, Steps]:
+    """S = Q Kᵀ, with K in shared memory and Q there or in registers, and O = P V, with P in
+    registers and V transposed."""
     D, kBlockN = row["head_dim"], row["block_n"]
-    q_in_registers = Wgmma(kBlockN, 16, row["dtype"], a_in_registers=True, transposed="")
-    steps = {
-        q_in_registers
-        if code.products[q_in_registers]
-        else q_in_registers._replace(a_in_registers=False): D // 16,
-        Wgmma(D, 16, row["dtype"], a_in_registers=True, transposed="B"): kBlockN // 16,
+    s = Wgmma(kBlockN, 16, row["dtype"], a_in_registers=True, transposed="")
+    if not code.products[s]:
+        s = s._replace(a_in_registers=False)
+    o = Wgmma(D, 16, row["dtype"], a_in_registers=True, transposed="B")
+    return {s: Steps(D // 16, 1), o: Steps(kBlockN // 16, 1)}
+
+
+def backward_products(row: Row) -> dict[Wgmma, Steps]:
+    """Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, both from shared memory; dV += Pᵀ dO and dK += dSᵀ Q, with A in
+    registers and B transposed; dQ = dS K, both from shared memory and transposed.
+
+    A consumer computes its share of dQ: 64 rows where the tile has as many for each, else columns.
+    """
+    D, kBlockM, kBlockN = (row[size] for size in ("head_dim", "block_m", "block_n"))
+    consumers = row["threads"] // WARPGROUP - 1
+    dq_columns = D if kBlockM == 64 * consumers else D // consumers
+    dtype = row["dtype"]
+    return {
+        Wgmma(kBlockM, 16, dtype, a_in_registers=False, transposed=""): Steps(D // 16, 2),
+        Wgmma(D, 16, dtype, a_in_registers=True, transposed="B"): Steps(kBlockM // 16, 2),
+        Wgmma(dq_columns, 16, dtype, a_in_registers=False, transposed="AB"): Steps(
+            kBlockN // 16, 1
+        ),
     }
-    for product, least in steps.items():
+
+
+def product_faults(row: Row, code: Code) -> Iterator[str]:
+    """Which HGMMA are not those of the pass, or are not whole products."""
+    expected = expected_products(row, code)
+    for product, steps in expected.items():
         count = code.products[product]
-        if count == 0 or count % least:
-            yield f"{count} HGMMA of {product}, expected a multiple of {least}"
+        if count < steps.of_one * steps.products or count % steps.of_one:
+            yield (
+                f"{count} HGMMA of {product}, expected {steps.of_one} for each of at least "
+                f"{steps.products} products"
+            )
     for product, count in code.products.items():
-        if product not in steps:
-            yield f"{count} HGMMA of {product}, which is neither S nor O"
+        if product not in expected:
+            yield f"{count} HGMMA of {product}, which is no product of the {row['pass']} pass"
     if code.products.total() != code.opcodes["HGMMA"]:
         yield f"{code.opcodes['HGMMA']} HGMMA, {code.products.total()} of them were understood"
 

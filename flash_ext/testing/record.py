@@ -39,7 +39,7 @@ LISTED_FINDINGS = 20
 
 # Run on each kernel family.
 KERNEL_TESTS = (
-    *("test_attention.py", "test_field_cases.py", "test_modifiers.py"),
+    *("test_attention.py", "test_field_cases.py", "test_modifiers.py", "test_group_split.py"),
     *("test_varlen.py", "test_varlen_gpu.py"),
 )
 CLASSIC = "classic"
