@@ -28,36 +28,50 @@ __device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const Back
           touched.end - 1 - at.tile};
 }
 
-// A storer's thread: adds one consumer's half of each dQ to the workspace. In order it begins its
-// turn with the first tile of the turn and passes it on after the last, when all is added.
+// Adds one consumer's half of each dQ of a tile's walk. In order it begins its turn with the first
+// query tile of the turn and passes it on after the last, when all is added.
 template <typename Config>
 __device__ __forceinline__ void add_dq(const BackwardParams& params,
-                                       typename Config::SharedStorage& smem, int consumer) {
+                                       typename Config::SharedStorage& smem, const BackwardTile& at,
+                                       RingPosition& ring, int consumer) {
+  using DqTile = typename Config::DqTile;
   constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
   const bool wanted = params.dq.data != nullptr;
-  const bool ordered = wanted && smem.at.ordered != 0;
+  const bool ordered = wanted && at.ordered != 0;
   const uint32_t source = ptx::shared_address(smem.dq[consumer]);
-  RingPosition ring;
-  for (auto walk = QueryWalk::of<Config>(params, smem.at); !walk.done();
+  for (auto walk = QueryWalk::of<Config>(params, at); !walk.done();
        walk = walk.next(), ring = ring.next()) {
     ring.wait_full(smem.dq_ring[consumer]);
     const bool begins_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
     const bool ends_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
-    if (ordered && begins_turn) dq_turn<Config>(params, smem.at, walk, consumer).wait_alone();
+    if (ordered && begins_turn) dq_turn<Config>(params, at, walk, consumer).wait_alone();
     if (wanted) {
-      const int64_t tile =
-          int64_t{walk.head} * Config::DqTile::tiles(params.shape.seqlen_q) + walk.tile;
-      ptx::bulk_reduce_add(params.dq_accum + tile * Config::DqTile::kFloats +
-                               consumer * Config::DqTile::kPieceFloats,
-                           source, Config::DqTile::kPieceFloats * sizeof(float));
+      const int64_t tile = int64_t{walk.head} * DqTile::tiles(params.shape.seqlen_q) + walk.tile;
+      ptx::bulk_reduce_add(
+          params.dq_accum + tile * DqTile::kFloats + consumer * DqTile::kPieceFloats, source,
+          DqTile::kPieceFloats * sizeof(float));
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
     }
     ring.arrive_empty(smem.dq_ring[consumer]);
     if (ordered && ends_turn) {
       ptx::bulk_wait<0>();
-      dq_turn<Config>(params, smem.at, walk, consumer).pass_alone();
+      dq_turn<Config>(params, at, walk, consumer).pass_alone();
     }
+  }
+}
+
+// A storer's thread.
+template <typename Config>
+__device__ __forceinline__ void store_dq(const BackwardParams& params,
+                                         typename Config::SharedStorage& smem, int consumer) {
+  RingPosition ring;
+  for (RingPosition tiles;; tiles = tiles.next()) {
+    tiles.wait_full(smem.tile_ring);
+    const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
+    if (at.tile == kNoTile) return;
+    add_dq<Config>(params, smem, at, ring, consumer);
+    tiles.arrive_empty(smem.tile_ring);
   }
 }
 

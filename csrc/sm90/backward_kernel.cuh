@@ -1,11 +1,11 @@
 // Backward pass on Hopper: FlashAttention-2's algorithm 2 (Dao 2023) transposed, with the division
 // of labour of FlashAttention-3 (Shah et al. 2024) on TMA and wgmma.
 //
-//   one block: 128 keys of one key head, 64 for each of two consumer warpgroups; it walks over the
-//   query heads of the group and their tiles of kBlockM query rows that see the keys
-//   producer: loads K and V once, then Q and dO, and beside them lse and delta
-//   storers: add dQ to an fp32 workspace, by bulk reductions from shared memory
-//   consumer, for each tile of queries:
+//   one block: takes tile after tile of 128 keys of one key head, 64 for each of two consumer
+//   warpgroups; with each it walks over the query heads of the group and their tiles of kBlockM
+//   query rows that see the keys producer: loads K and V once, then Q and dO, and beside them lse
+//   and delta storers: add dQ to an fp32 workspace, by bulk reductions from shared memory consumer,
+//   for each tile of queries:
 //       Sᵀ  = K Qᵀ          wgmma, both from shared memory
 //       dPᵀ = V dOᵀ         wgmma, both from shared memory     | beside it Pᵀ = exp2(Sᵀ - lse)
 //       dV += Pᵀ dO         wgmma, Pᵀ from registers           | beside it dSᵀ = Pᵀ (dPᵀ - delta)
@@ -41,34 +41,50 @@
 
 namespace flash_ext::sm90 {
 
-// The producer's thread that loads tiles.
+// The producer's thread that finds tiles and loads them, in the order in which consumers need them.
 template <typename Config>
 __device__ __forceinline__ void produce_tiles(const BackwardKernelParams& params,
                                               typename Config::SharedStorage& smem) {
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
-  const BackwardTile& at = smem.at;
-  const int first_key = at.tile * Config::kBlockN;
-  const int heads_q = params.problem.shape.heads_q;
-  const RingPosition once;
-  RingPosition ring;
-  for (auto walk = QueryWalk::of<Config>(params.problem, at); !walk.done();
-       walk = walk.next(), ring = ring.next()) {
-    const int row = walk.tile * Config::kBlockM;
-    const int head = walk.head - at.batch * heads_q;
-    if (ring.count == 0)
-      load_tile<KTile>(smem.k, params.k, first_key, at.kv_head, at.batch,
-                       once.expect(smem.k_ring, KTile::kBytes));
-    ring.wait_empty(smem.q_ring);
-    load_tile<QTile>(smem.q[ring.stage(smem.q_ring)], params.q, row, head, at.batch,
-                     ring.expect(smem.q_ring, QTile::kBytes));
-    if (ring.count == 0)
-      load_tile<KTile>(smem.v, params.v, first_key, at.kv_head, at.batch,
-                       once.expect(smem.v_ring, KTile::kBytes));
-    ring.wait_empty(smem.dout_ring);
-    load_tile<QTile>(smem.dout[ring.stage(smem.dout_ring)], params.dout, row, head, at.batch,
-                     ring.expect(smem.dout_ring, QTile::kBytes));
+  RingPosition tiles;  // of K and V too
+  RingPosition ring;  // of Q and dO
+  for (int index = first_tile(params);; tiles = tiles.next()) {
+    tiles.wait_empty(smem.tile_ring);
+    BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
+    at = find_tile<Config>(params, index);
+    tiles.publish(smem.tile_ring);
+    if (at.tile == kNoTile) break;
+
+    const auto load_keys = [&](char* target, Ring<1>& ring_of_keys, const MappedTensor& tensor) {
+      load_tile<KTile>(target, tensor, at.tile * Config::kBlockN, at.kv_head, at.batch,
+                       tiles.expect(ring_of_keys, KTile::kBytes));
+    };
+    tiles.wait_empty(smem.k_ring);
+    load_keys(smem.k, smem.k_ring, params.k);
+    bool first = true;
+    for (auto walk = QueryWalk::of<Config>(params.problem, at); !walk.done();
+         walk = walk.next(), ring = ring.next(), first = false) {
+      const int row = walk.tile * Config::kBlockM;
+      const int head = walk.head - at.batch * params.problem.shape.heads_q;
+      ring.wait_empty(smem.q_ring);
+      load_tile<QTile>(smem.q[ring.stage(smem.q_ring)], params.q, row, head, at.batch,
+                       ring.expect(smem.q_ring, QTile::kBytes));
+      if (first) {
+        tiles.wait_empty(smem.v_ring);
+        load_keys(smem.v, smem.v_ring, params.v);
+      }
+      ring.wait_empty(smem.dout_ring);
+      load_tile<QTile>(smem.dout[ring.stage(smem.dout_ring)], params.dout, row, head, at.batch,
+                       ring.expect(smem.dout_ring, QTile::kBytes));
+    }
+    if (first) {  // no query sees the keys
+      tiles.wait_empty(smem.v_ring);
+      load_keys(smem.v, smem.v_ring, params.v);
+    }
+    index = tile_after(params, index);
   }
+  finish_tiles(params.counter);
 }
 
 // Writes one number for each query row, kRows for each lane of a warp.
@@ -86,30 +102,38 @@ __device__ __forceinline__ void produce_rows(const BackwardParams& params,
   constexpr int kRows = Config::kBlockM / kWarpSize;  // of a lane
   const int lane = threadIdx.x % kWarpSize;
   RingPosition ring;
-  for (auto walk = QueryWalk::of<Config>(params, smem.at); !walk.done();
-       walk = walk.next(), ring = ring.next()) {
-    float lse[kRows], delta[kRows];
+  for (RingPosition tiles;; tiles = tiles.next()) {
+    tiles.wait_full(smem.tile_ring);
+    const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
+    if (at.tile == kNoTile) return;
+    for (auto walk = QueryWalk::of<Config>(params, at); !walk.done();
+         walk = walk.next(), ring = ring.next()) {
+      float lse[kRows], delta[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = walk.tile * Config::kBlockM + i * kWarpSize + lane;
-      const int64_t index = walk.head * params.shape.seqlen_q + row;
-      const bool exists = row < params.shape.seqlen_q;
-      lse[i] = exists ? softmax_exponent(params.lse[index]) : INFINITY;
-      delta[i] = exists ? params.delta[index] : 0.f;
+      for (int i = 0; i < kRows; ++i) {
+        const int row = walk.tile * Config::kBlockM + i * kWarpSize + lane;
+        const int64_t index = walk.head * params.shape.seqlen_q + row;
+        const bool exists = row < params.shape.seqlen_q;
+        lse[i] = exists ? softmax_exponent(params.lse[index]) : INFINITY;
+        delta[i] = exists ? params.delta[index] : 0.f;
+      }
+      ring.wait_empty(smem.q_ring);
+      put_rows(smem.lse[ring.stage(smem.q_ring)], lse);
+      ring.publish_warp(smem.q_ring);
+      ring.wait_empty(smem.dout_ring);
+      put_rows(smem.delta[ring.stage(smem.dout_ring)], delta);
+      ring.publish_warp(smem.dout_ring);
     }
-    ring.wait_empty(smem.q_ring);
-    put_rows(smem.lse[ring.stage(smem.q_ring)], lse);
-    ring.publish_warp(smem.q_ring);
-    ring.wait_empty(smem.dout_ring);
-    put_rows(smem.delta[ring.stage(smem.dout_ring)], delta);
-    ring.publish_warp(smem.dout_ring);
+    __syncwarp();
+    tiles.release(smem.tile_ring);
   }
 }
 
 // A consumer's walk: leaves dK / scale and dV (64, D) of its keys.
 template <typename Config>
 __device__ __forceinline__ void accumulate(const BackwardParams& params,
-                                           typename Config::SharedStorage& smem, int consumer,
+                                           typename Config::SharedStorage& smem, RingPosition tiles,
+                                           RingPosition& ring, QueryWalk walk, int consumer,
                                            float (&dk)[Config::kHeadDim / 2],
                                            float (&dv)[Config::kHeadDim / 2]) {
   using T = typename Config::Element;
@@ -122,7 +146,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const int lane = threadIdx.x % kWarpSize;
   const int warp_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
   const int consumer_row = consumer * kWarpgroupRows;
-  const int first_key = smem.at.tile * Config::kBlockN + consumer_row;  // of this consumer
+  const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
+  const int first_key = at.tile * Config::kBlockN + consumer_row;  // of this consumer
 
   float s[4 * kM];  // Sᵀ (64 keys, kBlockM), then Pᵀ
   float ds[4 * kM];  // dPᵀ, then dSᵀ
@@ -227,22 +252,21 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     tile.publish_warp(smem.dq_ring[consumer]);
   };
 
-  const RingPosition once;
-  once.wait_full(smem.k_ring);
-  take_out_nonfinite<T, KTile, Config::kConsumerThreads>(ptx::shared_address(smem.k), smem.bad_keys,
+  uint32_t (&marks)[Config::kBlockN / 32] = smem.bad_keys[tiles.count % 2];
+  take_out_nonfinite<T, KTile, Config::kConsumerThreads>(ptx::shared_address(smem.k), marks,
                                                          threadIdx.x - kWarpgroupThreads);
   ptx::fence_proxy_async_shared();
   ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
-  bad_keys = smem.bad_keys[(consumer_row + warp_row) / 32] >> (warp_row % 32 + lane / 4) & 0x101;
-  once.wait_full(smem.v_ring);
+  bad_keys = marks[(consumer_row + warp_row) / 32] >> (warp_row % 32 + lane / 4) & 0x101;
+  if (threadIdx.x == kWarpgroupThreads) {
+    for (uint32_t& bits : smem.bad_keys[(tiles.count + 1) % 2]) bits = 0;
+  }
+  tiles.wait_full(smem.v_ring);
 
-  QueryWalk walk = QueryWalk::of<Config>(params, smem.at);
-  RingPosition ring;
   ring.wait_full(smem.q_ring);
-  multiply_rows(s, smem.k, smem.q[0]);
-  for (;;) {
+  multiply_rows(s, smem.k, smem.q[ring.stage(smem.q_ring)]);
+  for (bool first = true;; first = false) {
     const int stage = ring.stage(smem.q_ring);
-    const bool first = ring.count == 0;
     const RingPosition before{ring.count - 1};
     ring.wait_full(smem.dout_ring);
     multiply_rows(ds, smem.v, smem.dout[stage]);
@@ -287,38 +311,41 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   multiply_dq(last.stage(smem.ds_ring));
   ptx::wgmma_wait<0>();
   ptx::pin(dq);
+  last.release(smem.ds_ring);
   stage_dq(last);
 }
 
 // Adds a gradient (64, D) of this consumer's keys to a workspace, or, without one, writes it by way
-// of its own rows of the K or V tile.
+// of its own rows of the K or V tile. Gives its part of that back.
 template <typename Config>
 __device__ __forceinline__ void write_gradient(const View& view, const MappedTensor& tensor,
                                                float* workspace, int cols,
                                                const BackwardParams& params, const BackwardTile& at,
-                                               char* tile, int consumer,
+                                               RingPosition tiles, Ring<1>& ring, char* tile,
+                                               int consumer,
                                                float (&gradient)[Config::kHeadDim / 2]) {
   using KTile = typename Config::KTile;
-  if (view.data == nullptr) return;
   const int thread = static_cast<int>(ptx::thread_index()) % kWarpgroupThreads;
   const int lane = thread % kWarpSize;
   const int consumer_row = consumer * kWarpgroupRows;
   const int row = consumer_row + thread / kWarpSize * 16;
   const auto& fragments = reinterpret_cast<const float (&)[1][Config::kHeadDim / 8][4]>(gradient);
   const int first_key = at.tile * Config::kBlockN;
+  const bool staged = view.data != nullptr && workspace == nullptr;
   if (workspace != nullptr) {
     const int64_t head = int64_t{at.batch} * params.shape.heads_k + at.kv_head;
     const int seqlen_k = static_cast<int>(params.shape.seqlen_k);
     GradientWorkspace(workspace, head * seqlen_k, seqlen_k, cols)
         .template add<Config::kHeadDim>(fragments, first_key + row, 0, lane);
-    return;
+  } else if (staged) {
+    uint32_t rounded[1][Config::kHeadDim / 16][4];
+    to_operand<typename Config::Element>(rounded, fragments);
+    stage_rows<KTile>(tile, rounded[0], row);
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_sync<kWarpgroupThreads>(kOneConsumer + consumer);
   }
-  uint32_t rounded[1][Config::kHeadDim / 16][4];
-  to_operand<typename Config::Element>(rounded, fragments);
-  stage_rows<KTile>(tile, rounded[0], row);
-  ptx::fence_proxy_async_shared();
-  ptx::barrier_sync<kWarpgroupThreads>(kOneConsumer + consumer);
-  if (thread / kWarpSize == 0 && ptx::elect_one()) {
+  if (thread != 0) return;
+  if (staged) {
 #pragma unroll
     for (int slab = 0; slab < KTile::kSlabs; ++slab)
       ptx::tma_store(
@@ -329,6 +356,7 @@ __device__ __forceinline__ void write_gradient(const View& view, const MappedTen
     ptx::bulk_commit();
     ptx::bulk_wait_read<0>();
   }
+  tiles.arrive_empty(ring);
 }
 
 // A consumer warpgroup: number `consumer` of the block.
@@ -336,20 +364,32 @@ template <typename Config>
 __device__ __forceinline__ void consume(const BackwardKernelParams& params,
                                         typename Config::SharedStorage& smem, int consumer) {
   const BackwardParams& problem = params.problem;
-  float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];  // (64, D)
-  if (QueryWalk::of<Config>(problem, smem.at).done()) {
+  RingPosition ring;  // of Q and dO
+  for (RingPosition tiles;; tiles = tiles.next()) {
+    tiles.wait_full(smem.tile_ring);
+    const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
+    if (at.tile == kNoTile) return;
+
+    float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];  // (64, D)
+    const QueryWalk walk = QueryWalk::of<Config>(problem, at);
+    tiles.wait_full(smem.k_ring);
+    if (walk.done()) {
+      tiles.wait_full(smem.v_ring);
 #pragma unroll
-    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
-  } else {
-    accumulate<Config>(problem, smem, consumer, dk, dv);
+      for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+    } else {
+      accumulate<Config>(problem, smem, tiles, ring, walk, consumer, dk, dv);
 #pragma unroll
-    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] *= problem.softmax_scale;
-    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();  // all have read K
+      for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] *= problem.softmax_scale;
+    }
+    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();  // all have read K and V
+    write_gradient<Config>(problem.dv, params.dv, problem.dv_accum, problem.shape.head_dim_v,
+                           problem, at, tiles, smem.v_ring, smem.v, consumer, dv);
+    write_gradient<Config>(problem.dk, params.dk, problem.dk_accum, problem.shape.head_dim, problem,
+                           at, tiles, smem.k_ring, smem.k, consumer, dk);
+    __syncwarp();
+    tiles.release(smem.tile_ring);
   }
-  write_gradient<Config>(problem.dv, params.dv, problem.dv_accum, problem.shape.head_dim_v, problem,
-                         smem.at, smem.v, consumer, dv);
-  write_gradient<Config>(problem.dk, params.dk, problem.dk_accum, problem.shape.head_dim, problem,
-                         smem.at, smem.k, consumer, dk);
 }
 
 template <typename Config>
@@ -361,10 +401,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warpgroup = warp * kWarpSize / kWarpgroupThreads;
 
   if (threadIdx.x == 0) {
-    smem.at = find_tile<Config>(params.problem);
-    for (uint32_t& bits : smem.bad_keys) bits = 0;
-    smem.k_ring.init(1, 1);
-    smem.v_ring.init(1, 1);
+    for (auto& marks : smem.bad_keys)
+      for (uint32_t& bits : marks) bits = 0;
+    smem.tile_ring.init(1, Config::kConsumerWarps + 1 + Config::kConsumers);
+    smem.k_ring.init(1, Config::kConsumers);
+    smem.v_ring.init(1, Config::kConsumers);
     smem.q_ring.init(2, Config::kConsumerWarps);
     smem.dout_ring.init(2, Config::kConsumerWarps);
     for (auto& ring : smem.dq_ring) ring.init(kWarpgroupThreads / kWarpSize, 1);
@@ -381,7 +422,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (warp == 0)
         produce_tiles<Config>(params, smem);
       else
-        add_dq<Config>(params.problem, smem, warp - 2);
+        store_dq<Config>(params.problem, smem, warp - 2);
     }
   } else {
     ptx::register_increase<Config::kConsumerRegisters>();

@@ -6,6 +6,8 @@
 #include "core/scheduler.h"
 #include "params.h"
 #include "sm90/config.h"
+#include "sm90/params.h"
+#include "sm90/persistence.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -40,24 +42,36 @@ struct QueryWalk {
   }
 };
 
-// Thread blocks that take turns are handed out across as many heads as hold about this many.
-constexpr int kOrderedBlocks = 512;
+// Where additions keep an order, tiles are handed out across as many heads as have about this many:
+// then neighbours in the order rarely wait for each other, and what they read still fits L2.
+constexpr int kOrderedTiles = 512;
 
-// This block's keys and its share of the group: by the block's index, or, where blocks wait for
-// each other, by the order of their start.
+// The tile with the number `index`.
 template <typename Config>
-__device__ __forceinline__ BackwardTile find_tile(const BackwardParams& params) {
-  const Shape& shape = params.shape;
+__device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& params, int index) {
+  if (index >= params.tiles) return {kNoTile, 0, 0, 0, 0, 0};
+  const Shape& shape = params.problem.shape;
   const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
-  const int shares = shape.heads_k * params.splits;  // of all groups
-  const bool ordered = params.dq_turns != nullptr;
-  const TileCoordinate at =
-      ordered ? last_tile_first_across(atomicAdd(params.dq_turns, 1), tiles, shares,
-                                       shares * shape.batch, max(1, kOrderedBlocks / tiles))
-              : first_tile_first(blockIdx.x, tiles, shares);
-  const GroupShare share = group_share(shape, params.splits, at.head);
+  const int shares = shape.heads_k * params.problem.splits;  // of all groups
+  const bool ordered = params.problem.dq_turns != nullptr;
+  const TileCoordinate at = ordered
+                                ? last_tile_first_across(index, tiles, shares, shares * shape.batch,
+                                                         max(1, kOrderedTiles / tiles))
+                                : first_tile_first(index, tiles, shares);
+  const GroupShare share = group_share(shape, params.problem.splits, at.head);
   return {at.tile,           share.kv_head, static_cast<int>(at.batch), share.first_query_head,
           share.query_heads, ordered};
+}
+
+// The numbers of this block's first tile and of the one after `index`. In order blocks draw all
+// numbers, so that they only wait for tiles that were begun before.
+__device__ __forceinline__ int first_tile(const BackwardKernelParams& params) {
+  int* const turns = params.problem.dq_turns;
+  return turns != nullptr ? atomicAdd(turns, 1) : static_cast<int>(blockIdx.x);
+}
+__device__ __forceinline__ int tile_after(const BackwardKernelParams& params, int index) {
+  int* const turns = params.problem.dq_turns;
+  return turns != nullptr ? atomicAdd(turns, 1) : next_tile(params.counter, index);
 }
 
 }  // namespace flash_ext::sm90

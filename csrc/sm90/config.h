@@ -95,13 +95,13 @@ struct ForwardConfig {
 
 // What a block of the backward pass works on.
 struct BackwardTile {
-  int tile;  // of keys
+  int tile;  // of keys; kNoTile: there is none left
   int kv_head, batch;
   int first_query_head, query_heads;  // that this block walks over
   int ordered;  // whether additions to dQ wait for their turn
 };
 
-// Backward: a block of one producer warpgroup and two consumers owns kBlockN keys, 64 for each
+// Backward: a block of one producer warpgroup and two consumers takes kBlockN keys, 64 for each
 // consumer, and walks over Q and dO in tiles of kBlockM query rows, kStages of each in shared
 // memory.
 template <typename T, int kHeadDim_, int kBlockM_, int kStages_>
@@ -142,8 +142,9 @@ struct BackwardConfig {
     alignas(1024) float dq[kConsumers][DqTile::kPieceFloats];
     alignas(16) float lse[kStages][kBlockM];  // in units of log2(e)
     alignas(16) float delta[kStages][kBlockM];
-    BackwardTile at;
-    uint32_t bad_keys[kBlockN / 32];  // bits of the rows of K with NaN or infinity
+    BackwardTile at[2];  // this one and the next
+    uint32_t bad_keys[2][kBlockN / 32];  // bits of the rows of K with NaN or infinity, likewise
+    Ring<2> tile_ring;
     Ring<1> k_ring, v_ring;
     Ring<kStages> q_ring;  // Q and lse
     Ring<kStages> dout_ring;  // dO and delta

@@ -9,10 +9,9 @@
 #include "ptx/shared.h"
 #include "sm90/config.h"
 #include "sm90/params.h"
+#include "sm90/persistence.cuh"
 
 namespace flash_ext::sm90 {
-
-constexpr int kNoTile = -1;  // as the head of a tile: there is none left
 
 // The key tiles that query rows see; none for rows past the end.
 template <typename Config>
@@ -44,25 +43,6 @@ __device__ __forceinline__ void find_tile(const ForwardKernelParams& params, int
   for (int i = 0; i < Config::kConsumers; ++i)
     tile.consumer_keys[i] =
         find_key_tiles<Config>(params.problem, first_row + i * kWarpgroupRows, kWarpgroupRows);
-}
-
-// The number of this block's tile after `index`.
-__device__ __forceinline__ int next_tile(const ForwardKernelParams& params, int index) {
-  const int blocks = static_cast<int>(gridDim.x);
-  return params.counter == nullptr ? index + blocks : atomicAdd(&params.counter->next, 1) + blocks;
-}
-
-// The last block to come here leaves the counter as it found it.
-__device__ __forceinline__ void finish_tiles(const ForwardKernelParams& params) {
-  if (params.counter == nullptr) return;
-  if (atomicAdd(&params.counter->finished, 1) != static_cast<int>(gridDim.x) - 1) return;
-  params.counter->next = 0;
-  params.counter->finished = 0;
-}
-
-// A field of the tile in shared memory, read where it is needed: no register holds it meanwhile.
-__device__ __forceinline__ int read_field(const int& field) {
-  return static_cast<int>(ptx::load_shared_u32(ptx::shared_address(&field)));
 }
 
 __device__ __forceinline__ KeyTiles read_keys(const KeyTiles& keys) {

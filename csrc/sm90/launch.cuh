@@ -132,8 +132,19 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   constexpr int kSmem = sizeof(typename Config::SharedStorage);
   const auto kernel = &flash_backward<Config>;
   static KernelSetup setup(kernel, kSmem);
-  const int64_t blocks =
+  const int64_t key_tiles =
       tiles(shape.seqlen_k, Config::kBlockN) * problem.splits * shape.heads_k * shape.batch;
+  if (key_tiles > std::numeric_limits<int32_t>::max()) return check(cudaErrorInvalidConfiguration);
+  params.tiles = static_cast<int32_t>(key_tiles);
+  params.counter = nullptr;
+  const bool ordered = problem.dq_turns != nullptr;
+  if (!ordered) {
+    if (int32_t error = tile_counter(&params.counter, stream)) return error;
+  }
+  int32_t multiprocessors = 0;
+  if (int32_t error = multiprocessor_count(&multiprocessors)) return error;
+  const bool persistent = ordered || params.counter != nullptr;
+  const int64_t blocks = persistent ? std::min<int64_t>(key_tiles, multiprocessors) : key_tiles;
   if (int32_t error = launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream))
     return error;
   if (int32_t error = launch_convert<Rows, InTiles<DqTile, Config::kBlockM>>(dq, stream))

@@ -42,6 +42,9 @@ struct BackwardKernelParams {
   MappedTensor v;     // ... kBlockN rows
   MappedTensor dk;    // ... 64 rows; not used where gradients are added up in workspaces
   MappedTensor dv;    // ... 64 rows
+
+  int32_t tiles;         // key tiles x splits x key heads x batch
+  TileCounter* counter;  // null: as many blocks as tiles, or tiles in order
 };
 
 }  // namespace flash_ext::sm90
