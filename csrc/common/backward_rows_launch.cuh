@@ -47,10 +47,10 @@ inline int32_t clear_sums(const GradientSums& sums, void* stream) {
 }
 
 // Rounds the sums of a gradient to it.
-template <typename Rows, typename Order = InRows>
+template <typename Rows>
 int32_t launch_convert(const GradientSums& sums, void* stream) {
   if (sums.workspace == nullptr) return 0;
-  const auto kernel = &flash_backward_convert<Rows, Order>;
+  const auto kernel = &flash_backward_convert<Rows>;
   static KernelSetup setup(kernel, 0);
   const int64_t rows = sums.batch * sums.heads * sums.seqlen;
   return launch(kernel, setup, tiles(rows, Rows::kBlockRows), Rows::kThreads, 0, sums, stream);

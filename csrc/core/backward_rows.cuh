@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(Config::kThreads)
   using T = typename Config::Element;
   const Shape& shape = params.shape;
   const auto at = RowCoordinate::of<Config>(shape.heads_q, prepare.accum_rows);
-  if (at.index >= shape.batch * shape.heads_q * prepare.accum_rows) return;
-  const bool row_exists = at.position < shape.seqlen_q;
+  const bool row_counts = at.index < shape.batch * shape.heads_q * prepare.accum_rows;
+  const bool row_exists = row_counts && at.position < shape.seqlen_q;
 
   float sum = 0.f;
   if (row_exists && at.column < shape.head_dim_v) {
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     const int64_t row = (at.batch * shape.heads_q + at.head) * shape.seqlen_q + at.position;
     params.delta[row] = sum - (params.dlse == nullptr ? 0.f : params.dlse[row]);
   }
-  if (params.dq_accum != nullptr && at.column < prepare.accum_cols) {
+  if (row_counts && params.dq_accum != nullptr && at.column < prepare.accum_cols) {
     auto* target =
         reinterpret_cast<float4*>(params.dq_accum + at.index * prepare.accum_cols + at.column);
     target[0] = target[1] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 // A gradient whose additions in fp32 are complete.
 struct GradientSums {
-  float* workspace;  // null: written elsewhere
+  float* workspace;  // (batch, heads, seqlen, cols rounded up to 16); null: written elsewhere
   View gradient;     // (batch, seqlen, heads, cols)
   int64_t batch;
   int64_t seqlen;
@@ -98,39 +98,20 @@ struct GradientSums {
   float factor;
 };
 
-// Where GradientWorkspace keeps an even column of a row and its neighbour.
-struct InRows {
-  static __device__ __forceinline__ int64_t pair(const GradientSums& sums, const RowCoordinate& at,
-                                                 int column) {
-    return at.index * GradientWorkspace::row_floats(sums.cols) +
-           GradientWorkspace::position(column);
-  }
-};
-
-// Where a workspace made of AccumulatorTiles keeps them; kRows are those of a tile.
-template <typename Tile, int kRows>
-struct InTiles {
-  static __device__ __forceinline__ int64_t pair(const GradientSums& sums, const RowCoordinate& at,
-                                                 int column) {
-    const int64_t tile =
-        (at.batch * sums.heads + at.head) * Tile::tiles(sums.seqlen) + at.position / kRows;
-    return tile * Tile::kFloats + Tile::position(static_cast<int>(at.position % kRows), column);
-  }
-};
-
 // gradient = factor * sums, rounded once.
-template <typename Config, typename Order>
+template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads)
     flash_backward_convert(const __grid_constant__ GradientSums sums) {
   using T = typename Config::Element;
   const auto at = RowCoordinate::of<Config>(sums.heads, sums.seqlen);
   if (at.index >= sums.batch * sums.heads * sums.seqlen || at.column >= sums.cols) return;
 
+  const float* source = sums.workspace + at.index * GradientWorkspace::row_floats(sums.cols);
   uint32_t packed[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const auto pair =
-        *reinterpret_cast<const float2*>(sums.workspace + Order::pair(sums, at, at.column + 2 * i));
+        *reinterpret_cast<const float2*>(source + GradientWorkspace::position(at.column + 2 * i));
     packed[i] = Element<T>::pack(sums.factor * pair.x, sums.factor * pair.y);
   }
   const View& view = sums.gradient;

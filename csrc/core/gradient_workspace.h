@@ -71,26 +71,4 @@ class GradientWorkspace {
   float* first_;
 };
 
-// A tile of such a workspace in the order of wgmma accumulators, so that thread blocks add whole
-// pieces of it with bulk copies: (B, heads, tiles, pieces, kPieceCols / 8, 128 threads, 4). A piece
-// is the accumulator of one warpgroup (core/wgmma_layout.h): 64 rows and kPieceCols columns.
-template <int kRows, int kCols, int kPieceCols>
-struct AccumulatorTile {
-  static constexpr int kPieceRows = 64;
-  static constexpr int kFloats = kRows * kCols;
-  static constexpr int kPieceFloats = kPieceRows * kPieceCols;
-
-  static __host__ __device__ constexpr int64_t tiles(int64_t rows) {
-    return (rows + kRows - 1) / kRows;
-  }
-
-  // Place of an element inside its tile; that of an even column and the next are neighbours.
-  static __device__ __forceinline__ int position(int row, int col) {
-    const int piece = row / kPieceRows * (kCols / kPieceCols) + col / kPieceCols;
-    const int in_row = row % kPieceRows, in_col = col % kPieceCols;
-    const int thread = in_row / 16 * 32 + in_row % 8 * 4 + in_col % 8 / 2;
-    return piece * kPieceFloats + (in_col / 8 * 128 + thread) * 4 + in_row / 8 % 2 * 2 + col % 2;
-  }
-};
-
 }  // namespace flash_ext

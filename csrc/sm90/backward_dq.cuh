@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "core/element.h"
+#include "core/epilogue.h"
 #include "core/pipeline.h"
 #include "core/turns.h"
 #include "ptx/bulk.h"
@@ -73,6 +75,83 @@ __device__ __forceinline__ void store_dq(const BackwardParams& params,
     add_dq<Config>(params, smem, at, ring, consumer);
     tiles.arrive_empty(smem.tile_ring);
   }
+}
+
+// Lane c of a quad gets x[c] of its four lanes, in their order.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & bit) != 0) continue;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i | bit], bit);
+      (upper ? x[i] : x[i | bit]) = got;
+    }
+  }
+}
+
+// dQ = scale * sums, rounded once. A warp takes 16 rows and 32 columns of a piece: lanes read what
+// one lane of the accumulator held, and write eight columns of two rows.
+template <typename Config>
+struct RoundDq {
+  using DqTile = typename Config::DqTile;
+  static constexpr int kThreads = 256;
+  static constexpr int kWarpCols = 32;
+  static constexpr int kWarpFloats = 16 * kWarpCols;
+  static constexpr int kPieceWarps = DqTile::kPieceFloats / kWarpFloats;
+  static constexpr int kTileWarps = DqTile::kFloats / kWarpFloats;
+
+  static int64_t blocks(const Shape& shape) {
+    const int64_t heads = shape.batch * shape.heads_q;
+    return (heads * DqTile::tiles(shape.seqlen_q) * kTileWarps * kWarpSize + kThreads - 1) /
+           kThreads;
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(RoundDq<Config>::kThreads)
+    flash_backward_round(const __grid_constant__ BackwardParams params) {
+  using T = typename Config::Element;
+  using DqTile = typename Config::DqTile;
+  using Round = RoundDq<Config>;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t warp = (int64_t{blockIdx.x} * Round::kThreads + threadIdx.x) / kWarpSize;
+  const int64_t tile = warp / Round::kTileWarps;
+  const int in_tile = static_cast<int>(warp % Round::kTileWarps);
+  const int piece = in_tile / Round::kPieceWarps, in_piece = in_tile % Round::kPieceWarps;
+  const int64_t tiles = DqTile::tiles(params.shape.seqlen_q);  // of a head
+  const int64_t head = tile / tiles;
+  if (head >= params.shape.batch * params.shape.heads_q) return;
+
+  const auto* const sums = reinterpret_cast<const float4*>(
+      params.dq_accum + tile * DqTile::kFloats + piece * DqTile::kPieceFloats);
+  uint32_t top[4], bottom[4];  // of rows lane / 4 and lane / 4 + 8
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 x = sums[(in_piece / 4 * 4 + i) * 128 + in_piece % 4 * kWarpSize + lane];
+    const float scale = params.softmax_scale;
+    top[i] = Element<T>::pack(scale * x.x, scale * x.y);
+    bottom[i] = Element<T>::pack(scale * x.z, scale * x.w);
+  }
+  transpose_in_quad(top);
+  transpose_in_quad(bottom);
+
+  const int col = (Config::kDqByRows ? 0 : piece * Config::kDqCols) +
+                  in_piece / 4 * Round::kWarpCols + lane % 4 * kChunk;
+  if (col >= params.shape.head_dim) return;
+  const int64_t row = tile % tiles * Config::kBlockM +
+                      (Config::kDqByRows ? piece * DqTile::kPieceRows : 0) + in_piece % 4 * 16 +
+                      lane / 4;
+  const int64_t row_bytes = params.dq.seq_stride * 2;
+  char* const target = head_matrix(params.dq, head / params.shape.heads_q,
+                                   static_cast<int>(head % params.shape.heads_q)) +
+                       row * row_bytes + col * 2;
+  if (row < params.shape.seqlen_q)
+    *reinterpret_cast<uint4*>(target) = {top[0], top[1], top[2], top[3]};
+  if (row + 8 < params.shape.seqlen_q)
+    *reinterpret_cast<uint4*>(target + 8 * row_bytes) = {bottom[0], bottom[1], bottom[2],
+                                                         bottom[3]};
 }
 
 }  // namespace flash_ext::sm90

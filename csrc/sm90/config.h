@@ -3,11 +3,11 @@
 
 #include <cstdint>
 
-#include "core/gradient_workspace.h"
 #include "core/layout.h"
 #include "core/mask.h"
 #include "core/pipeline.h"
 #include "core/wgmma_layout.h"
+#include "sm90/accumulator_tile.h"
 
 namespace flash_ext::sm90 {
 

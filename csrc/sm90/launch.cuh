@@ -93,7 +93,7 @@ int32_t launch_forward(const ForwardParams& problem, void* stream) {
   return check_launch();
 }
 
-// Three kernels: delta (and a zeroed dQ workspace), the main pass, and the conversion of what it
+// Three kernels: delta (and a zeroed dQ workspace), the main pass, and the rounding of what it
 // added up: dQ, and with splits dK and dV.
 template <typename Config>
 int32_t launch_backward(const BackwardParams& problem, void* stream) {
@@ -105,7 +105,7 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   const PrepareParams prepare{problem, DqTile::tiles(shape.seqlen_q) * Config::kBlockM,
                               Config::kHeadDim};
   if (int32_t error = launch_prepare<Rows>(prepare, stream)) return error;
-  const GradientSums dq = query_sums(problem), dk = key_sums(problem), dv = value_sums(problem);
+  const GradientSums dk = key_sums(problem), dv = value_sums(problem);
   for (const GradientSums& sums : {dk, dv})
     if (int32_t error = clear_sums(sums, stream)) return error;
 
@@ -147,8 +147,13 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   const int64_t blocks = persistent ? std::min<int64_t>(key_tiles, multiprocessors) : key_tiles;
   if (int32_t error = launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream))
     return error;
-  if (int32_t error = launch_convert<Rows, InTiles<DqTile, Config::kBlockM>>(dq, stream))
-    return error;
+  if (problem.dq.data != nullptr) {
+    const auto round = &flash_backward_round<Config>;
+    static KernelSetup round_setup(round, 0);
+    if (int32_t error = launch(round, round_setup, RoundDq<Config>::blocks(shape),
+                               RoundDq<Config>::kThreads, 0, problem, stream))
+      return error;
+  }
   for (const GradientSums& sums : {dk, dv})
     if (int32_t error = launch_convert<Rows>(sums, stream)) return error;
   return 0;
