@@ -34,6 +34,7 @@
 #include "ptx/tma.h"
 #include "ptx/wgmma.h"
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_products.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/config.h"
 #include "sm90/params.h"
@@ -137,12 +138,10 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
                                            float (&dk)[Config::kHeadDim / 2],
                                            float (&dv)[Config::kHeadDim / 2]) {
   using T = typename Config::Element;
-  using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
   using DsTile = typename Config::DsTile;
   constexpr int kM = Config::kBlockM / 8;  // 8-query columns of Sᵀ
-  constexpr int kD = Config::kHeadDim;
-  constexpr ptx::Major kAlongK = ptx::Major::kK, kAcrossK = ptx::Major::kMN;
+  constexpr ptx::Major kAcrossK = ptx::Major::kMN;
   const int lane = threadIdx.x % kWarpSize;
   const int warp_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
   const int consumer_row = consumer * kWarpgroupRows;
@@ -156,25 +155,6 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   auto& scores = reinterpret_cast<float (&)[1][kM][4]>(s);
   auto& gradients = reinterpret_cast<float (&)[1][kM][4]>(ds);
 
-  const auto multiply_rows = [&](float (&result)[4 * kM], const char* keys, const char* queries) {
-    const WgmmaOperand<KTile, kAlongK> a(ptx::shared_address(keys) +
-                                         consumer_row * KTile::kLineBytes);
-    const WgmmaOperand<QTile, kAlongK> b(ptx::shared_address(queries));
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kD / 16; ++step)
-      ptx::wgmma<T, Config::kBlockM, kAlongK, kAlongK>(result, a.at(step), b.at(step), step > 0);
-    ptx::wgmma_commit();
-  };
-  const auto add_product = [&](float (&result)[kD / 2], const uint32_t (&operand)[1][kM / 2][4],
-                               const char* queries, bool accumulate) {
-    const WgmmaOperand<QTile, kAcrossK> b(ptx::shared_address(queries));
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kM / 2; ++step)
-      ptx::wgmma<T, kD, kAcrossK>(result, operand[0][step], b.at(step), accumulate || step > 0);
-    ptx::wgmma_commit();
-  };
   const auto multiply_dq = [&](int buffer) {  // dQ = dS K, this consumer's half
     const WgmmaOperand<DsTile, kAcrossK> a(ptx::shared_address(smem.ds[buffer]) +
                                            (Config::kDqByRows ? consumer : 0) * DsTile::kSlabBytes);
@@ -200,44 +180,6 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   // lse or delta of this lane's queries; fetched while products run where registers allow it.
   constexpr bool kFetchAhead = kM <= 8;
   float2 lse[kM], delta[kM];
-  const auto fetch = [&](float2(&x)[kM], const float* rows) {
-#pragma unroll
-    for (int n = 0; n < kM; ++n) {
-      x[n] = *reinterpret_cast<const float2*>(&rows[8 * n + lane % 4 * 2]);
-      if (kFetchAhead) asm volatile("" : "+f"(x[n].x), "+f"(x[n].y));
-    }
-  };
-  const auto find_p = [&](int tile, int stage) {  // Pᵀ = exp2(Sᵀ - lse)
-#pragma unroll
-    for (int n = 0; n < kM; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        scores[0][n][i] =
-            ptx::exp2_approx(fmaf(scores[0][n][i], units, i % 2 == 0 ? -lse[n].x : -lse[n].y));
-    }
-    if (bad_keys != 0) {
-#pragma unroll
-      for (int n = 0; n < kM; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (bad_keys >> i / 2 * 8 & 1) scores[0][n][i] = NAN;
-    }
-    zero_unseen(scores, tile);
-    to_operand<T>(p_operand, scores);
-  };
-  const auto find_ds = [&](int tile, int stage) {  // dSᵀ = Pᵀ (dPᵀ - delta)
-#pragma unroll
-    for (int n = 0; n < kM; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 p = Element<T>::unpack(p_operand[0][n / 2][n % 2 * 2 + h]);
-        gradients[0][n][2 * h] = p.x * (gradients[0][n][2 * h] - delta[n].x);
-        gradients[0][n][2 * h + 1] = p.y * (gradients[0][n][2 * h + 1] - delta[n].y);
-      }
-    }
-    zero_unseen(gradients, tile);
-    to_operand<T>(ds_operand, gradients);
-  };
 
   // dQ to the buffer from which a storer adds it, in the order of the accumulator's registers.
   const auto stage_dq = [&](RingPosition tile) {
@@ -264,23 +206,27 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   tiles.wait_full(smem.v_ring);
 
   ring.wait_full(smem.q_ring);
-  multiply_rows(s, smem.k, smem.q[ring.stage(smem.q_ring)]);
+  multiply_rows<Config>(s, smem.k, consumer_row, smem.q[ring.stage(smem.q_ring)]);
   for (bool first = true;; first = false) {
     const int stage = ring.stage(smem.q_ring);
     const RingPosition before{ring.count - 1};
     ring.wait_full(smem.dout_ring);
-    multiply_rows(ds, smem.v, smem.dout[stage]);
-    if (kFetchAhead) fetch(lse, smem.lse[stage]);
+    multiply_rows<Config>(ds, smem.v, consumer_row, smem.dout[stage]);
+    if (kFetchAhead) fetch<kFetchAhead>(lse, smem.lse[stage]);
     ptx::wgmma_wait<1>();
     ptx::pin(s);
-    if (!kFetchAhead) fetch(lse, smem.lse[stage]);
-    find_p(walk.tile, stage);
-    add_product(dv, p_operand, smem.dout[stage], !first);
-    if (kFetchAhead) fetch(delta, smem.delta[stage]);
+    if (!kFetchAhead) fetch<kFetchAhead>(lse, smem.lse[stage]);
+    exponentiate(scores, lse, units, bad_keys);
+    zero_unseen(scores, walk.tile);
+    to_operand<T>(p_operand, scores);
+    add_product<Config>(dv, p_operand, smem.dout[stage], !first);
+    if (kFetchAhead) fetch<kFetchAhead>(delta, smem.delta[stage]);
     ptx::wgmma_wait<1>();
     ptx::pin(ds);
-    if (!kFetchAhead) fetch(delta, smem.delta[stage]);
-    find_ds(walk.tile, stage);
+    if (!kFetchAhead) fetch<kFetchAhead>(delta, smem.delta[stage]);
+    differentiate<T>(gradients, p_operand, delta);
+    zero_unseen(gradients, walk.tile);
+    to_operand<T>(ds_operand, gradients);
     ring.wait_empty(smem.ds_ring);
     stage_rows<DsTile>(smem.ds[ring.stage(smem.ds_ring)], ds_operand[0], consumer_row + warp_row);
     ptx::fence_proxy_async_shared();
@@ -288,7 +234,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     ring.publish_warp(smem.ds_ring);
     if (!first) before.wait_full(smem.ds_ring);
     multiply_dq(first ? 0 : before.stage(smem.ds_ring));
-    add_product(dk, ds_operand, smem.q[stage], !first);
+    add_product<Config>(dk, ds_operand, smem.q[stage], !first);
     ptx::wgmma_wait<1>();
     ptx::pin(dv);
     ptx::pin(dq);
@@ -304,7 +250,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     ring = ring.next();
     if (walk.done()) break;
     ring.wait_full(smem.q_ring);
-    multiply_rows(s, smem.k, smem.q[ring.stage(smem.q_ring)]);
+    multiply_rows<Config>(s, smem.k, consumer_row, smem.q[ring.stage(smem.q_ring)]);
   }
   const RingPosition last{ring.count - 1};
   last.wait_full(smem.ds_ring);
