@@ -123,7 +123,7 @@ def requested_archs() -> tuple[str, ...]:
 
 def head_dim_of(source: Path) -> int | None:
     """The head dim that an instance file is of; None for other sources."""
-    named = re.search(r"_hdim(\d+)_", source.name)
+    named = re.search(r"_hdim(\d+)\.cu", source.name)
     return int(named[1]) if named else None
 
 

@@ -23,8 +23,7 @@ from flash_ext import build
 from flash_ext.testing import digest
 
 WHEEL_BYTES = 10_000_000
-DIMS = sorted({path.name.split("_hdim")[1].split("_")[0] for path in ROOT.glob("csrc/*/inst/*.cu")},
-              key=int)  # fmt: skip
+DIMS = sorted({path.stem.split("_hdim")[1] for path in ROOT.glob("csrc/*/inst/*.cu")}, key=int)
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def tree(tmp_path: Path) -> Tree:
 
 def instances(*dims: int) -> list[str]:
     found = (path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/sm80/inst/*.cu"))
-    return sorted(path for path in found if any(f"_hdim{dim}_" in path for dim in dims))
+    return sorted(path for path in found if any(f"_hdim{dim}." in path for dim in dims))
 
 
 def load_setup(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -27,6 +27,7 @@ COLUMNS = 100
 MOST_LINES = 500  # a file reads in one sitting; most have 200-450 lines or fewer
 MOST_BYTES = 400_000  # of any tracked file, plots included
 INSTANCE_LINES = 20
+TYPES = ("__half", "__nv_bfloat16")
 
 Broken = Iterator[str]
 
@@ -159,6 +160,13 @@ def instances_are_short(path: Path, text: str) -> Broken:
         yield f"{lines} lines: an instantiation file has at most {INSTANCE_LINES}"
 
 
+def instances_hold_both_types(path: Path, text: str) -> Broken:
+    """Two files would take nearly twice the bytes of one in the binary."""
+    fp16, bf16 = (re.findall(rf"^template .*<{name}, (.*)", text, re.M) for name in TYPES)
+    if not fp16 or fp16 != bf16:
+        yield f"instantiates {fp16} for fp16 and {bf16} for bf16, expected the same of both"
+
+
 def columns(path: Path, text: str) -> Broken:
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > COLUMNS:
@@ -251,6 +259,7 @@ RULES = [
     Rule(no_dead_cpp, cpp, "csrc/core/a.h", HEADER + "  // acc = acc * scale;\n"),
     Rule(no_dead_cpp, cpp, "csrc/core/a.h", HEADER + "#if 0\n#endif\n"),
     Rule(instances_are_short, instance, "csrc/sm80/inst/a.cu", "\n" * 40),
+    Rule(instances_hold_both_types, instance, "csrc/sm80/inst/a.cu", "template f<__half, 64>();\n"),
     Rule(columns, code, "setup.py", "#" * 101 + "\n"),
     Rule(readable_length, lambda p: cpp(p) or python(p), "setup.py", "\n" * 501),
     Rule(tidy_text, code, "setup.py", "a = 1 \n"),

@@ -8,7 +8,8 @@
 
 namespace flash_ext::sm80 {
 
-// Defined in inst/, one file per pass, head dim and type.
+// Defined in inst/, one file per pass and head dim: the images of both types, alike for the most
+// part, are compressed together.
 template <typename T, int kHeadDim>
 std::vector<Instance> forward_instances();
 template <typename T, int kHeadDim>

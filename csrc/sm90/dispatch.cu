@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-// Defined in inst/, one file per head dim and type.
+// Defined in inst/, one file per pass and head dim, for both types.
 template <typename T, int kHeadDim>
 std::vector<Instance> forward_instances();
 template <typename T, int kHeadDim>

@@ -1,7 +1,0 @@
-#include "sm80/launch.cuh"
-
-namespace flash_ext::sm80 {
-
-template std::vector<Instance> full_backward_instances<__half, 128>();
-
-}  // namespace flash_ext::sm80

@@ -1,7 +1,0 @@
-#include "sm80/launch.cuh"
-
-namespace flash_ext::sm80 {
-
-template std::vector<Instance> packed_backward_instances<__nv_bfloat16, 96>();
-
-}  // namespace flash_ext::sm80

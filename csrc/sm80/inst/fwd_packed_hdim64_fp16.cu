@@ -1,7 +1,0 @@
-#include "sm80/launch.cuh"
-
-namespace flash_ext::sm80 {
-
-template std::vector<Instance> packed_forward_instances<__half, 64>();
-
-}  // namespace flash_ext::sm80

@@ -1,7 +1,0 @@
-#include "sm90/launch.cuh"
-
-namespace flash_ext::sm90 {
-
-template std::vector<Instance> backward_instances<__half, 128>();
-
-}  // namespace flash_ext::sm90

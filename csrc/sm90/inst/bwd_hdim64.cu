@@ -1,0 +1,8 @@
+#include "sm90/launch.cuh"
+
+namespace flash_ext::sm90 {
+
+template std::vector<Instance> backward_instances<__half, 64>();
+template std::vector<Instance> backward_instances<__nv_bfloat16, 64>();
+
+}  // namespace flash_ext::sm90

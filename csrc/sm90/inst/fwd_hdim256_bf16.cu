@@ -1,7 +1,0 @@
-#include "sm90/launch.cuh"
-
-namespace flash_ext::sm90 {
-
-template std::vector<Instance> forward_instances<__nv_bfloat16, 256>();
-
-}  // namespace flash_ext::sm90
