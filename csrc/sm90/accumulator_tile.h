@@ -15,6 +15,7 @@ struct AccumulatorTile {
   static constexpr int kPieceRows = 64;
   static constexpr int kFloats = kRows * kCols;
   static constexpr int kPieceFloats = kPieceRows * kPieceCols;
+
   static __host__ __device__ constexpr int64_t tiles(int64_t rows) {
     return (rows + kRows - 1) / kRows;
   }

@@ -2,15 +2,16 @@
 // of labour of FlashAttention-3 (Shah et al. 2024) on TMA and wgmma.
 //
 //   one block: takes tile after tile of 128 keys of one key head, 64 for each of two consumer
-//   warpgroups; with each it walks over the query heads of the group and their tiles of kBlockM
-//   query rows that see the keys producer: loads K and V once, then Q and dO, and beside them lse
-//   and delta storers: add dQ to an fp32 workspace, by bulk reductions from shared memory consumer,
-//   for each tile of queries:
+//   warpgroups, and with each walks over the query heads of the group and their tiles of kBlockM
+//   query rows that see the keys
+//   producer: loads K and V once for each walk, then Q and dO, and beside them lse and delta
+//   storers: add dQ to an fp32 workspace, by bulk reductions from shared memory
+//   consumer, for each tile of queries:
 //       Sᵀ  = K Qᵀ          wgmma, both from shared memory
 //       dPᵀ = V dOᵀ         wgmma, both from shared memory     | beside it Pᵀ = exp2(Sᵀ - lse)
 //       dV += Pᵀ dO         wgmma, Pᵀ from registers           | beside it dSᵀ = Pᵀ (dPᵀ - delta)
-//       dK += dSᵀ Q         wgmma, dSᵀ from registers          | beside it dSᵀ to shared memory
-//       dQ  = dS K          wgmma, dS of both consumers from shared memory
+//       dK += dSᵀ Q         wgmma, dSᵀ from registers          | beside it dQ to its storer
+//       of the tile before: dQ = dS K, wgmma, dS of both consumers from shared memory
 //
 // Scores are held transposed because their rows are then keys, which a consumer owns for the whole
 // walk: Pᵀ and dSᵀ are operands of dV and dK where they stand. Only dQ needs all keys of the block:
@@ -177,9 +178,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     if (tile < whole.begin || tile >= whole.end)
       zero_masked(x, mask, first_key + warp_row + lane / 4, tile * Config::kBlockM + lane % 4 * 2);
   };
-  // lse or delta of this lane's queries; fetched while products run where registers allow it.
-  constexpr bool kFetchAhead = kM <= 8;
-  float2 lse[kM], delta[kM];
+  constexpr bool kFetchAhead = kM <= 8;  // while products run, where registers allow it
+  float2 lse[kM], delta[kM];  // of this lane's queries
 
   // dQ to the buffer from which a storer adds it, in the order of the accumulator's registers.
   const auto stage_dq = [&](RingPosition tile) {
@@ -212,18 +212,18 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     const RingPosition before{ring.count - 1};
     ring.wait_full(smem.dout_ring);
     multiply_rows<Config>(ds, smem.v, consumer_row, smem.dout[stage]);
-    if (kFetchAhead) fetch<kFetchAhead>(lse, smem.lse[stage]);
+    if (kFetchAhead) fetch<true>(lse, smem.lse[stage]);
     ptx::wgmma_wait<1>();
     ptx::pin(s);
-    if (!kFetchAhead) fetch<kFetchAhead>(lse, smem.lse[stage]);
+    if (!kFetchAhead) fetch<false>(lse, smem.lse[stage]);
     exponentiate(scores, lse, units, bad_keys);
     zero_unseen(scores, walk.tile);
     to_operand<T>(p_operand, scores);
     add_product<Config>(dv, p_operand, smem.dout[stage], !first);
-    if (kFetchAhead) fetch<kFetchAhead>(delta, smem.delta[stage]);
+    if (kFetchAhead) fetch<true>(delta, smem.delta[stage]);
     ptx::wgmma_wait<1>();
     ptx::pin(ds);
-    if (!kFetchAhead) fetch<kFetchAhead>(delta, smem.delta[stage]);
+    if (!kFetchAhead) fetch<false>(delta, smem.delta[stage]);
     differentiate<T>(gradients, p_operand, delta);
     zero_unseen(gradients, walk.tile);
     to_operand<T>(ds_operand, gradients);
@@ -232,6 +232,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     ptx::fence_proxy_async_shared();
     __syncwarp();
     ring.publish_warp(smem.ds_ring);
+    // The first tile has none before it. It multiplies all the same, and nobody looks at the
+    // result: ptxas would serialise all products for a branch around one.
     if (!first) before.wait_full(smem.ds_ring);
     multiply_dq(first ? 0 : before.stage(smem.ds_ring));
     add_product<Config>(dk, ds_operand, smem.q[stage], !first);

@@ -132,7 +132,8 @@ struct BackwardConfig {
   using DsTile = SlabTile<kBlockN, kBlockM>;  // dSᵀ: keys are rows
   using DqTile = AccumulatorTile<kBlockM, kHeadDim, kDqCols>;
 
-  static constexpr int kDsStages = 3;
+  static constexpr int kDsStages = 3;  // consumers may be a tile apart
+
   struct SharedStorage {
     alignas(1024) char k[KTile::kBytes];  // in the end the staging buffers of dK and dV
     alignas(1024) char v[KTile::kBytes];
