@@ -25,16 +25,6 @@ std::vector<Instance> full_backward_instances();
 
 namespace {
 
-// Beyond, packed sequences take the backward kernels with all features, whose tiles are the same:
-// four large kernels fewer.
-constexpr int kMostPackedBackward = 128;
-
-template <typename T, int kHeadDim>
-std::vector<Instance> packed_backward_if_any() {
-  if constexpr (kHeadDim <= kMostPackedBackward) return packed_backward_instances<T, kHeadDim>();
-  return {};
-}
-
 template <int... kHeadDims>
 std::vector<Instance> collect(std::integer_sequence<int, kHeadDims...>) {
   std::vector<Instance> rows;
@@ -47,8 +37,8 @@ std::vector<Instance> collect(std::integer_sequence<int, kHeadDims...>) {
     append(backward_instances<__nv_bfloat16, kHeadDims>()),
     append(packed_forward_instances<__half, kHeadDims>()),
     append(packed_forward_instances<__nv_bfloat16, kHeadDims>()),
-    append(packed_backward_if_any<__half, kHeadDims>()),
-    append(packed_backward_if_any<__nv_bfloat16, kHeadDims>()),
+    append(packed_backward_instances<__half, kHeadDims>()),
+    append(packed_backward_instances<__nv_bfloat16, kHeadDims>()),
     append(full_forward_instances<__half, kHeadDims>()),
     append(full_forward_instances<__nv_bfloat16, kHeadDims>()),
     append(full_backward_instances<__half, kHeadDims>()),

@@ -49,7 +49,7 @@ __device__ __forceinline__ void fetch(float2 (&x)[kM], const float* rows) {
 #pragma unroll
   for (int n = 0; n < kM; ++n) {
     x[n] = *reinterpret_cast<const float2*>(&rows[8 * n + threadIdx.x % 4 * 2]);
-    if (kNow) asm volatile("" : "+f"(x[n].x), "+f"(x[n].y));
+    if (kNow) ptx::pin(reinterpret_cast<float (&)[2]>(x[n]));
   }
 }
 
