@@ -207,7 +207,7 @@ def implements(row: Row, kernel: str) -> bool:
     tile = "".join(f"Li{row[size]}E" for size in sizes)
     element = MANGLED[row["dtype"]]
     kind = r"(?:Li\d+E)*(?:Lb(\d)ELb(\d)E)?"
-    name = rf"4{row['family']}\w*_{row['pass']}\w*{element}{tile}{kind}"
+    name = rf"4{row['family']}\w*_{row['pass']}I\w*{element}{tile}{kind}"
     named = re.search(name, kernel)
     if named is None:
         return False
