@@ -15,6 +15,26 @@
 
 namespace flash_ext::sm90 {
 
+// Leaves one part of a consumer's half of a tile's dQ to its storer, in the order of the
+// accumulator's registers.
+template <typename Config>
+__device__ __forceinline__ void stage_dq(typename Config::SharedStorage& smem, RingPosition tile,
+                                         int consumer, int part,
+                                         const float (&dq)[Config::kDqCols / 2]) {
+  constexpr int kValues = Config::kDqCols / 2 / Config::kDqParts;  // of a lane
+  auto& ring = smem.dq_ring[consumer];
+  const RingPosition parts{tile.count * Config::kDqParts + part};
+  parts.wait_empty(ring);
+  const uint32_t target = ptx::shared_address(smem.dq[consumer][parts.stage(ring)]) +
+                          threadIdx.x % kWarpgroupThreads * 16;
+#pragma unroll
+  for (int i = 0; i < kValues / 4; ++i)
+    ptx::store_shared_v4(target + i * kWarpgroupThreads * 16, &dq[part * kValues + 4 * i]);
+  ptx::fence_proxy_async_shared();
+  __syncwarp();
+  parts.publish_warp(ring);
+}
+
 // The turn of one consumer's half of the kTurnRows query rows that hold a tile, in the order of
 // sm80/backward_kernel.cuh: key tiles add to them from the last to the first.
 template <typename Config>
@@ -30,32 +50,36 @@ __device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const Back
           touched.end - 1 - at.tile};
 }
 
-// Adds one consumer's half of each dQ of a tile's walk. In order it begins its turn with the first
-// query tile of the turn and passes it on after the last, when all is added.
+// Adds one consumer's half of each dQ of a tile's walk, part by part. In order it begins its turn
+// with the first query tile of the turn and passes it on after the last, when all is added.
 template <typename Config>
 __device__ __forceinline__ void add_dq(const BackwardParams& params,
                                        typename Config::SharedStorage& smem, const BackwardTile& at,
-                                       RingPosition& ring, int consumer) {
+                                       RingPosition& parts, int consumer) {
   using DqTile = typename Config::DqTile;
   constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
   const bool wanted = params.dq.data != nullptr;
   const bool ordered = wanted && at.ordered != 0;
-  const uint32_t source = ptx::shared_address(smem.dq[consumer]);
-  for (auto walk = QueryWalk::of<Config>(params, at); !walk.done();
-       walk = walk.next(), ring = ring.next()) {
-    ring.wait_full(smem.dq_ring[consumer]);
+  auto& ring = smem.dq_ring[consumer];
+  for (auto walk = QueryWalk::of<Config>(params, at); !walk.done(); walk = walk.next()) {
     const bool begins_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
     const bool ends_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
     if (ordered && begins_turn) dq_turn<Config>(params, at, walk, consumer).wait_alone();
-    if (wanted) {
-      const int64_t tile = int64_t{walk.head} * DqTile::tiles(params.shape.seqlen_q) + walk.tile;
-      ptx::bulk_reduce_add(
-          params.dq_accum + tile * DqTile::kFloats + consumer * DqTile::kPieceFloats, source,
-          DqTile::kPieceFloats * sizeof(float));
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<0>();
+    const int64_t tile = int64_t{walk.head} * DqTile::tiles(params.shape.seqlen_q) + walk.tile;
+    float* const target =
+        params.dq_accum + tile * DqTile::kFloats + consumer * DqTile::kPieceFloats;
+#pragma unroll 1
+    for (int part = 0; part < Config::kDqParts; ++part, parts = parts.next()) {
+      parts.wait_full(ring);
+      if (wanted) {
+        ptx::bulk_reduce_add(target + part * Config::kDqPartFloats,
+                             ptx::shared_address(smem.dq[consumer][parts.stage(ring)]),
+                             Config::kDqPartFloats * sizeof(float));
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+      }
+      parts.arrive_empty(ring);
     }
-    ring.arrive_empty(smem.dq_ring[consumer]);
     if (ordered && ends_turn) {
       ptx::bulk_wait<0>();
       dq_turn<Config>(params, at, walk, consumer).pass_alone();
@@ -67,12 +91,12 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
 template <typename Config>
 __device__ __forceinline__ void store_dq(const BackwardParams& params,
                                          typename Config::SharedStorage& smem, int consumer) {
-  RingPosition ring;
+  RingPosition parts;
   for (RingPosition tiles;; tiles = tiles.next()) {
     tiles.wait_full(smem.tile_ring);
     const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
     if (at.tile == kNoTile) return;
-    add_dq<Config>(params, smem, at, ring, consumer);
+    add_dq<Config>(params, smem, at, parts, consumer);
     tiles.arrive_empty(smem.tile_ring);
   }
 }

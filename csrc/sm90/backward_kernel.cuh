@@ -16,25 +16,21 @@
 // Scores are held transposed because their rows are then keys, which a consumer owns for the whole
 // walk: Pᵀ and dSᵀ are operands of dV and dK where they stand. Only dQ needs all keys of the block:
 // each consumer computes half of it.
+// backward_by_product.cuh has the consumers of D 256.
 #pragma once
 
-#include "core/epilogue.h"
-#include "core/finite.h"
 #include "core/gemm.h"
-#include "core/gradient_workspace.h"
 #include "core/mask.h"
 #include "core/pipeline.h"
 #include "core/softmax.h"
-#include "core/wgmma_layout.h"
 #include "ptx/barrier.h"
-#include "ptx/bulk.h"
 #include "ptx/elect.h"
 #include "ptx/proxy_fence.h"
-#include "ptx/registers.h"
 #include "ptx/setmaxnreg.h"
-#include "ptx/tma.h"
 #include "ptx/wgmma.h"
+#include "sm90/backward_by_product.cuh"
 #include "sm90/backward_dq.cuh"
+#include "sm90/backward_keys.cuh"
 #include "sm90/backward_products.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/config.h"
@@ -139,10 +135,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
                                            float (&dk)[Config::kHeadDim / 2],
                                            float (&dv)[Config::kHeadDim / 2]) {
   using T = typename Config::Element;
-  using KTile = typename Config::KTile;
   using DsTile = typename Config::DsTile;
   constexpr int kM = Config::kBlockM / 8;  // 8-query columns of Sᵀ
-  constexpr ptx::Major kAcrossK = ptx::Major::kMN;
   const int lane = threadIdx.x % kWarpSize;
   const int warp_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
   const int consumer_row = consumer * kWarpgroupRows;
@@ -156,19 +150,6 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   auto& scores = reinterpret_cast<float (&)[1][kM][4]>(s);
   auto& gradients = reinterpret_cast<float (&)[1][kM][4]>(ds);
 
-  const auto multiply_dq = [&](int buffer) {  // dQ = dS K, this consumer's half
-    const WgmmaOperand<DsTile, kAcrossK> a(ptx::shared_address(smem.ds[buffer]) +
-                                           (Config::kDqByRows ? consumer : 0) * DsTile::kSlabBytes);
-    const WgmmaOperand<KTile, kAcrossK> b(ptx::shared_address(smem.k) +
-                                          (Config::kDqByRows ? 0 : consumer) *
-                                              (Config::kDqCols / 64) * KTile::kSlabBytes);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Config::kBlockN / 16; ++step)
-      ptx::wgmma<T, Config::kDqCols, kAcrossK, kAcrossK>(dq, a.at(step), b.at(step), step > 0);
-    ptx::wgmma_commit();
-  };
-
   const BandMask mask(params.shape, params.window);
   const Range whole =
       mask.template whole_query_tiles<Config::kBlockM>({first_key, first_key + kWarpgroupRows});
@@ -181,28 +162,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   constexpr bool kFetchAhead = kM <= 8;  // while products run, where registers allow it
   float2 lse[kM], delta[kM];  // of this lane's queries
 
-  // dQ to the buffer from which a storer adds it, in the order of the accumulator's registers.
-  const auto stage_dq = [&](RingPosition tile) {
-    tile.wait_empty(smem.dq_ring[consumer]);
-    const uint32_t target =
-        ptx::shared_address(smem.dq[consumer]) + threadIdx.x % kWarpgroupThreads * 16;
-#pragma unroll
-    for (int i = 0; i < Config::kDqCols / 8; ++i)
-      ptx::store_shared_v4(target + i * kWarpgroupThreads * 16, &dq[4 * i]);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    tile.publish_warp(smem.dq_ring[consumer]);
-  };
-
-  uint32_t (&marks)[Config::kBlockN / 32] = smem.bad_keys[tiles.count % 2];
-  take_out_nonfinite<T, KTile, Config::kConsumerThreads>(ptx::shared_address(smem.k), marks,
-                                                         threadIdx.x - kWarpgroupThreads);
-  ptx::fence_proxy_async_shared();
-  ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
-  bad_keys = marks[(consumer_row + warp_row) / 32] >> (warp_row % 32 + lane / 4) & 0x101;
-  if (threadIdx.x == kWarpgroupThreads) {
-    for (uint32_t& bits : smem.bad_keys[(tiles.count + 1) % 2]) bits = 0;
-  }
+  bad_keys = take_out_bad_keys<Config>(smem, tiles, consumer_row + warp_row);
   tiles.wait_full(smem.v_ring);
 
   ring.wait_full(smem.q_ring);
@@ -235,7 +195,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     // The first tile has none before it. It multiplies all the same, and nobody looks at the
     // result: ptxas would serialise all products for a branch around one.
     if (!first) before.wait_full(smem.ds_ring);
-    multiply_dq(first ? 0 : before.stage(smem.ds_ring));
+    multiply_dq<Config>(dq, smem, first ? 0 : before.stage(smem.ds_ring), consumer);
     add_product<Config>(dk, ds_operand, smem.q[stage], !first);
     ptx::wgmma_wait<1>();
     ptx::pin(dv);
@@ -243,7 +203,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     ring.release(smem.dout_ring);
     if (!first) {
       before.release(smem.ds_ring);
-      stage_dq(before);
+      stage_dq<Config>(smem, before, consumer, 0, dq);
     }
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
@@ -256,55 +216,11 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   }
   const RingPosition last{ring.count - 1};
   last.wait_full(smem.ds_ring);
-  multiply_dq(last.stage(smem.ds_ring));
+  multiply_dq<Config>(dq, smem, last.stage(smem.ds_ring), consumer);
   ptx::wgmma_wait<0>();
   ptx::pin(dq);
   last.release(smem.ds_ring);
-  stage_dq(last);
-}
-
-// Adds a gradient (64, D) of this consumer's keys to a workspace, or, without one, writes it by way
-// of its own rows of the K or V tile. Gives its part of that back.
-template <typename Config>
-__device__ __forceinline__ void write_gradient(const View& view, const MappedTensor& tensor,
-                                               float* workspace, int cols,
-                                               const BackwardParams& params, const BackwardTile& at,
-                                               RingPosition tiles, Ring<1>& ring, char* tile,
-                                               int consumer,
-                                               float (&gradient)[Config::kHeadDim / 2]) {
-  using KTile = typename Config::KTile;
-  const int thread = static_cast<int>(ptx::thread_index()) % kWarpgroupThreads;
-  const int lane = thread % kWarpSize;
-  const int consumer_row = consumer * kWarpgroupRows;
-  const int row = consumer_row + thread / kWarpSize * 16;
-  const auto& fragments = reinterpret_cast<const float (&)[1][Config::kHeadDim / 8][4]>(gradient);
-  const int first_key = at.tile * Config::kBlockN;
-  const bool staged = view.data != nullptr && workspace == nullptr;
-  if (workspace != nullptr) {
-    const int64_t head = int64_t{at.batch} * params.shape.heads_k + at.kv_head;
-    const int seqlen_k = static_cast<int>(params.shape.seqlen_k);
-    GradientWorkspace(workspace, head * seqlen_k, seqlen_k, cols)
-        .template add<Config::kHeadDim>(fragments, first_key + row, 0, lane);
-  } else if (staged) {
-    uint32_t rounded[1][Config::kHeadDim / 16][4];
-    to_operand<typename Config::Element>(rounded, fragments);
-    stage_rows<KTile>(tile, rounded[0], row);
-    ptx::fence_proxy_async_shared();
-    ptx::barrier_sync<kWarpgroupThreads>(kOneConsumer + consumer);
-  }
-  if (thread != 0) return;
-  if (staged) {
-#pragma unroll
-    for (int slab = 0; slab < KTile::kSlabs; ++slab)
-      ptx::tma_store(
-          &tensor.map,
-          {slab * KTile::kSlabCols, first_key + consumer_row, at.kv_head * tensor.head_step,
-           at.batch * tensor.batch_step},
-          ptx::shared_address(tile) + slab * KTile::kSlabBytes + consumer_row * KTile::kLineBytes);
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<0>();
-  }
-  tiles.arrive_empty(ring);
+  stage_dq<Config>(smem, last, consumer, 0, dq);
 }
 
 // A consumer warpgroup: number `consumer` of the block.
@@ -352,12 +268,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (auto& marks : smem.bad_keys)
       for (uint32_t& bits : marks) bits = 0;
     smem.tile_ring.init(1, Config::kConsumerWarps + 1 + Config::kConsumers);
-    smem.k_ring.init(1, Config::kConsumers);
-    smem.v_ring.init(1, Config::kConsumers);
+    smem.k_ring.init(1, Config::kOwners);
+    smem.v_ring.init(1, Config::kOwners);
     smem.q_ring.init(2, Config::kConsumerWarps);
     smem.dout_ring.init(2, Config::kConsumerWarps);
     for (auto& ring : smem.dq_ring) ring.init(kWarpgroupThreads / kWarpSize, 1);
-    smem.ds_ring.init(Config::kConsumerWarps, Config::kConsumerWarps);
+    smem.ds_ring.init(Config::kOwners * kWarpgroupThreads / kWarpSize, Config::kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -374,7 +290,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     ptx::register_increase<Config::kConsumerRegisters>();
-    consume<Config>(params, smem, warpgroup - 1);
+    if constexpr (!Config::kByProduct)
+      consume<Config>(params, smem, warpgroup - 1);
+    else if (warpgroup == 1)
+      consume_product<Config, Role::kValues>(params, smem);
+    else
+      consume_product<Config, Role::kKeys>(params, smem);
   }
 }
 

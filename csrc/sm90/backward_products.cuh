@@ -43,6 +43,28 @@ __device__ __forceinline__ void add_product(float (&result)[Config::kHeadDim / 2
   ptx::wgmma_commit();
 }
 
+// dQ = dS K, this consumer's half: (64, kDqCols), dS of all keys of the block in one of its
+// buffers.
+template <typename Config>
+__device__ __forceinline__ void multiply_dq(float (&dq)[Config::kDqCols / 2],
+                                            const typename Config::SharedStorage& smem, int buffer,
+                                            int consumer) {
+  using KTile = typename Config::KTile;
+  using DsTile = typename Config::DsTile;
+  constexpr ptx::Major kAcrossK = ptx::Major::kMN;
+  const WgmmaOperand<DsTile, kAcrossK> a(ptx::shared_address(smem.ds[buffer]) +
+                                         (Config::kDqByRows ? consumer : 0) * DsTile::kSlabBytes);
+  const WgmmaOperand<KTile, kAcrossK> b(ptx::shared_address(smem.k) +
+                                        (Config::kDqByRows ? 0 : consumer) *
+                                            (Config::kDqCols / 64) * KTile::kSlabBytes);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kBlockN / 16; ++step)
+    ptx::wgmma<typename Config::Element, Config::kDqCols, kAcrossK, kAcrossK>(dq, a.at(step),
+                                                                              b.at(step), step > 0);
+  ptx::wgmma_commit();
+}
+
 // lse or delta of this lane's queries; kNow keeps the loads where they stand, before a wait.
 template <bool kNow, int kM>
 __device__ __forceinline__ void fetch(float2 (&x)[kM], const float* rows) {

@@ -15,7 +15,7 @@ constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of a consumer warpgroup: the M of wgmma
 
 // Named barriers; number 0 is __syncthreads. A consumer's own has its number added.
-enum Barrier { kAllConsumers = 1, kOneConsumer = 2 };
+enum Barrier { kAllConsumers = 1, kOneConsumer = 2, kProbabilities = 4 };
 
 // The key tiles that some query rows have to see.
 struct alignas(16) KeyTiles {
@@ -101,17 +101,25 @@ struct BackwardTile {
   int ordered;  // whether additions to dQ wait for their turn
 };
 
-// Backward: a block of one producer warpgroup and two consumers takes kBlockN keys, 64 for each
-// consumer, and walks over Q and dO in tiles of kBlockM query rows, kStages of each in shared
-// memory.
-template <typename T, int kHeadDim_, int kBlockM_, int kStages_>
+// Backward: a block of one producer warpgroup and two consumers takes kBlockN keys and walks over Q
+// and dO in tiles of kBlockM query rows, kStages and kDoutStages of them in shared memory. Each
+// consumer has 64 of 128 keys; 64 keys both have, and share the work by product.
+template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kDoutStages_>
 struct BackwardConfig {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kStages = kStages_;
+  static constexpr int kDoutStages = kDoutStages_;
   static constexpr int kConsumers = 2;
-  static constexpr int kBlockN = kConsumers * kWarpgroupRows;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr bool kByProduct = kBlockN == kWarpgroupRows;
+  static_assert(kByProduct || kBlockN == kConsumers * kWarpgroupRows,
+                "both consumers have the same 64 keys, or each has its own");
+  static constexpr int kOwners = kBlockN / kWarpgroupRows;  // consumers that write dK, or dV
+  static __host__ __device__ constexpr int consumer_row(int consumer) {  // its first key
+    return kByProduct ? 0 : consumer * kWarpgroupRows;
+  }
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
   static constexpr int kThreads = kWarpgroupThreads + kConsumerThreads;
@@ -132,25 +140,30 @@ struct BackwardConfig {
   using DsTile = SlabTile<kBlockN, kBlockM>;  // dSᵀ: keys are rows
   using DqTile = AccumulatorTile<kBlockM, kHeadDim, kDqCols>;
 
-  static constexpr int kDsStages = 3;  // consumers may be a tile apart
+  // A consumer's half of dQ leaves in kDqParts, by way of kDqStages buffers of one part.
+  static constexpr int kDqParts = kByProduct ? 4 : 1;
+  static constexpr int kDqStages = kByProduct ? 3 : 1;
+  static constexpr int kDqPartFloats = DqTile::kPieceFloats / kDqParts;
+
+  static constexpr int kDsStages = kByProduct ? 2 : 3;  // consumers may be a tile apart
 
   struct SharedStorage {
     alignas(1024) char k[KTile::kBytes];  // in the end the staging buffers of dK and dV
     alignas(1024) char v[KTile::kBytes];
     alignas(1024) char q[kStages][QTile::kBytes];
-    alignas(1024) char dout[kStages][QTile::kBytes];
+    alignas(1024) char dout[kDoutStages][QTile::kBytes];
     alignas(1024) char ds[kDsStages][DsTile::kBytes];
-    alignas(1024) float dq[kConsumers][DqTile::kPieceFloats];
+    alignas(1024) float dq[kConsumers][kDqStages][kDqPartFloats];
     alignas(16) float lse[kStages][kBlockM];  // in units of log2(e)
-    alignas(16) float delta[kStages][kBlockM];
+    alignas(16) float delta[kDoutStages][kBlockM];
     BackwardTile at[2];  // this one and the next
     uint32_t bad_keys[2][kBlockN / 32];  // bits of the rows of K with NaN or infinity, likewise
     Ring<2> tile_ring;
     Ring<1> k_ring, v_ring;
     Ring<kStages> q_ring;  // Q and lse
-    Ring<kStages> dout_ring;  // dO and delta
+    Ring<kDoutStages> dout_ring;  // dO and delta
     Ring<kDsStages> ds_ring;
-    Ring<1> dq_ring[kConsumers];
+    Ring<kDqStages> dq_ring[kConsumers];
   };
 };
 
@@ -161,20 +174,21 @@ struct Tiles;
 template <typename T>
 struct Tiles<T, 64> {
   using Forward = ForwardConfig<T, 64, 192, 128, 4, 2, false>;
-  using Backward = BackwardConfig<T, 64, 128, 2>;
+  using Backward = BackwardConfig<T, 64, 128, 128, 2, 2>;
 };
 
 // D 128: two consumers have registers for Q beside S, O and P.
 template <typename T>
 struct Tiles<T, 128> {
   using Forward = ForwardConfig<T, 128, 128, 128, 2, 2, true>;
-  using Backward = BackwardConfig<T, 128, 64, 2>;
+  using Backward = BackwardConfig<T, 128, 64, 128, 2, 2>;
 };
 
-// D 256: shared memory has room for one tile of Q.
+// D 256: shared memory has room for one tile of Q, and in the backward pass of dO.
 template <typename T>
 struct Tiles<T, 256> {
   using Forward = ForwardConfig<T, 256, 128, 64, 2, 1, false>;
+  using Backward = BackwardConfig<T, 256, 64, 64, 2, 1>;
 };
 
 }  // namespace flash_ext::sm90

@@ -16,14 +16,10 @@ std::vector<Instance> backward_instances();
 
 namespace {
 
-constexpr int kMostBackwardDims = 128;  // beyond, the generic family serves
-
 template <typename T, int kHeadDim>
 std::vector<Instance> instances_of() {
   std::vector<Instance> rows = forward_instances<T, kHeadDim>();
-  if constexpr (kHeadDim <= kMostBackwardDims) {
-    for (const Instance& row : backward_instances<T, kHeadDim>()) rows.push_back(row);
-  }
+  for (const Instance& row : backward_instances<T, kHeadDim>()) rows.push_back(row);
   return rows;
 }
 
