@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/layout.h"
+#include "ptx/cluster.h"
 #include "ptx/mbarrier.h"
 #include "ptx/shared.h"
 
@@ -71,6 +72,13 @@ struct RingPosition {
   template <int kStages>
   __device__ __forceinline__ void arrive_empty(Ring<kStages>& ring) const {
     ptx::mbarrier_arrive(ptx::shared_address(&ring.empty[stage(ring)]));
+  }
+  // The same for the ring of another block of the cluster.
+  template <int kStages>
+  __device__ __forceinline__ void release_remote(Ring<kStages>& ring, uint32_t rank) const {
+    if (threadIdx.x % kWarpSize == 0)
+      ptx::mbarrier_arrive_remote(
+          ptx::cluster_address(ptx::shared_address(&ring.empty[stage(ring)]), rank));
   }
   template <int kStages>
   __device__ __forceinline__ void release(Ring<kStages>& ring) const {

@@ -20,6 +20,8 @@
 #include "core/mask.h"
 #include "core/pipeline.h"
 #include "core/softmax.h"
+#include "ptx/bulk.h"
+#include "ptx/cluster.h"
 #include "ptx/barrier.h"
 #include "ptx/proxy_fence.h"
 #include "ptx/wgmma.h"
@@ -51,8 +53,31 @@ __device__ __forceinline__ uint4* exchange_place(typename Config::SharedStorage&
   using DsTile = typename Config::DsTile;
   static_assert(DsTile::kSlabs == 1, "a warp's rows are one piece of memory, as large as its Pᵀ");
   const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
-  return reinterpret_cast<uint4*>(smem.ds[buffer] + warp * 16 * DsTile::kLineBytes) +
+  return reinterpret_cast<uint4*>(smem.ds[buffer][0] + warp * 16 * DsTile::kLineBytes) +
          threadIdx.x % kWarpSize;
+}
+
+// Sends a warp's 16 rows of dSᵀ to the other block, and announces what comes from there.
+template <typename Config>
+__device__ __forceinline__ void send_ds(typename Config::SharedStorage& smem, RingPosition tile,
+                                        int row) {
+  using DsTile = typename Config::DsTile;
+  const int stage = tile.stage(smem.ds_ring);
+  const uint32_t other = block_of_cluster<Config>() ^ 1;
+  const int begin = row * DsTile::kLineBytes;
+  ptx::bulk_send(
+      ptx::cluster_address(ptx::shared_address(smem.ds[stage][1]) + begin, other),
+      ptx::shared_address(smem.ds[stage][0]) + begin, 16 * DsTile::kLineBytes,
+      ptx::cluster_address(ptx::shared_address(&smem.ds_ring.full[stage]), other));
+  tile.expect(smem.ds_ring, 16 * DsTile::kLineBytes);
+}
+
+// Gives dS back to the warps of both blocks that write it.
+template <typename Config>
+__device__ __forceinline__ void release_ds(typename Config::SharedStorage& smem,
+                                           RingPosition tile) {
+  tile.release(smem.ds_ring);
+  tile.release_remote(smem.ds_ring, block_of_cluster<Config>() ^ 1);
 }
 
 // A consumer's walk: leaves dV or dK / scale (64, D).
@@ -66,7 +91,6 @@ __device__ __forceinline__ void accumulate_product(const BackwardParams& params,
   constexpr bool kValues = kRole == Role::kValues;
   constexpr int kConsumer = kValues ? 0 : 1;
   constexpr int kM = Config::kBlockM / 8;  // 8-query columns of Sᵀ
-  constexpr int kEarlyParts = Config::kDqParts / 2;
   const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
   const int lane = threadIdx.x % kWarpSize;
   const int warp_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
@@ -80,7 +104,7 @@ __device__ __forceinline__ void accumulate_product(const BackwardParams& params,
   auto& scores = reinterpret_cast<float (&)[1][kM][4]>(s);
 
   const auto zero_unseen = [&] {  // with all it needs computed anew: registers are short
-    const int first_key = read_field(at.tile) * Config::kBlockN;
+    const int first_key = read_field(at.first_key);
     const BandMask mask(params.shape, params.window);
     const Range whole =
         mask.template whole_query_tiles<Config::kBlockM>({first_key, first_key + Config::kBlockN});
@@ -95,9 +119,10 @@ __device__ __forceinline__ void accumulate_product(const BackwardParams& params,
     multiply_rows<Config>(s, (kValues ? smem.k : smem.v) + zero[0], 0,
                           pick<kValues>(smem.q, smem.dout)[ring.stage(score_ring)] + zero[0]);
   };
-  const auto stage_parts = [&](RingPosition tile, int begin, int end) {
+  const auto leave_dq = [&](RingPosition tile) {
 #pragma unroll
-    for (int part = begin; part < end; ++part) stage_dq<Config>(smem, tile, kConsumer, part, dq);
+    for (int part = 0; part < Config::kDqParts; ++part)
+      stage_dq<Config>(smem, tile, kConsumer, part, dq);
   };
 
   const uint32_t bad_keys = take_out_bad_keys<Config>(smem, tiles, warp_row);
@@ -137,41 +162,37 @@ __device__ __forceinline__ void accumulate_product(const BackwardParams& params,
       zero_unseen();
       to_operand<T>(operand, scores);
       __syncwarp();  // every lane has its P
-      stage_rows<typename Config::DsTile>(smem.ds[buffer], operand[0], warp_row);
+      stage_rows<typename Config::DsTile>(smem.ds[buffer][0], operand[0], warp_row);
       ptx::fence_proxy_async_shared();
       __syncwarp();
-      ring.publish_warp(smem.ds_ring);
+      if (lane == 0) send_ds<Config>(smem, ring, warp_row);
     }
     ring.release(score_ring);
+    multiply_dq<Config>(dq, smem, first ? 0 : before.stage(smem.ds_ring), kConsumer);
     ring.wait_full(gradient_ring);
     add_product<Config>(gradient, operand,
                         pick<kValues>(smem.dout, smem.q)[ring.stage(gradient_ring)], !first);
+    ptx::wgmma_wait<1>();
+    ptx::pin(dq);
+    if (!first) {
+      release_ds<Config>(smem, before);
+      leave_dq(before);
+    }
     ptx::wgmma_wait<0>();
     ptx::pin(gradient);
     ring.release(gradient_ring);
-    multiply_dq<Config>(dq, smem, first ? 0 : before.stage(smem.ds_ring), kConsumer);
-    ptx::wgmma_wait<0>();
-    ptx::pin(dq);
-    if (!first) {
-      before.release(smem.ds_ring);
-      stage_parts(before, 0, kEarlyParts);
-    }
     walk = walk.next();
     ring = ring.next();
-    if (walk.done()) {
-      if (!first) stage_parts(before, kEarlyParts, Config::kDqParts);
-      break;
-    }
+    if (walk.done()) break;
     multiply_scores();
-    if (!first) stage_parts(before, kEarlyParts, Config::kDqParts);
   }
   const RingPosition last{ring.count - 1};
   last.wait_full(smem.ds_ring);
   multiply_dq<Config>(dq, smem, last.stage(smem.ds_ring), kConsumer);
   ptx::wgmma_wait<0>();
   ptx::pin(dq);
-  last.release(smem.ds_ring);
-  stage_parts(last, 0, Config::kDqParts);
+  release_ds<Config>(smem, last);
+  leave_dq(last);
 }
 
 // A consumer warpgroup.

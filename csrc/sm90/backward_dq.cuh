@@ -10,6 +10,7 @@
 #include "core/pipeline.h"
 #include "core/turns.h"
 #include "ptx/bulk.h"
+#include "sm90/backward_products.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/config.h"
 
@@ -35,18 +36,18 @@ __device__ __forceinline__ void stage_dq(typename Config::SharedStorage& smem, R
   parts.publish_warp(ring);
 }
 
-// The turn of one consumer's half of the kTurnRows query rows that hold a tile, in the order of
+// The turn of one piece of the kTurnRows query rows that hold a tile, in the order of
 // sm80/backward_kernel.cuh: key tiles add to them from the last to the first.
 template <typename Config>
 __device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const BackwardTile& at,
-                                        const QueryWalk& walk, int consumer) {
+                                        const QueryWalk& walk, int piece) {
   const int seqlen_q = static_cast<int>(params.shape.seqlen_q);
   const int turn = walk.tile / (kTurnRows / Config::kBlockM);
   const Range touched = BandMask(params.shape, params.window)
-                            .template touched_key_tiles<Config::kBlockN>(
+                            .template touched_key_tiles<Config::kTileKeys>(
                                 {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
   const int64_t counter = int64_t{walk.head} * ceil_div(seqlen_q, kTurnRows) + turn;
-  return {params.dq_turns + 1 + counter * (Config::kThreads / kWarpSize) + consumer,
+  return {params.dq_turns + 1 + counter * (Config::kThreads / kWarpSize) + piece,
           touched.end - 1 - at.tile};
 }
 
@@ -61,13 +62,14 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
   const bool wanted = params.dq.data != nullptr;
   const bool ordered = wanted && at.ordered != 0;
   auto& ring = smem.dq_ring[consumer];
+  const int piece = dq_piece<Config>(consumer);
   for (auto walk = QueryWalk::of<Config>(params, at); !walk.done(); walk = walk.next()) {
     const bool begins_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
     const bool ends_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
-    if (ordered && begins_turn) dq_turn<Config>(params, at, walk, consumer).wait_alone();
+    if (ordered && begins_turn) dq_turn<Config>(params, at, walk, piece).wait_alone();
     const int64_t tile = int64_t{walk.head} * DqTile::tiles(params.shape.seqlen_q) + walk.tile;
     float* const target =
-        params.dq_accum + tile * DqTile::kFloats + consumer * DqTile::kPieceFloats;
+        params.dq_accum + tile * DqTile::kFloats + piece * DqTile::kPieceFloats;
 #pragma unroll 1
     for (int part = 0; part < Config::kDqParts; ++part, parts = parts.next()) {
       parts.wait_full(ring);
@@ -82,7 +84,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
     }
     if (ordered && ends_turn) {
       ptx::bulk_wait<0>();
-      dq_turn<Config>(params, at, walk, consumer).pass_alone();
+      dq_turn<Config>(params, at, walk, piece).pass_alone();
     }
   }
 }

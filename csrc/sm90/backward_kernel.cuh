@@ -47,19 +47,29 @@ __device__ __forceinline__ void produce_tiles(const BackwardKernelParams& params
   using KTile = typename Config::KTile;
   RingPosition tiles;  // of K and V too
   RingPosition ring;  // of Q and dO
-  for (int index = first_tile(params);; tiles = tiles.next()) {
+  int index = 0;
+  for (;; tiles = tiles.next()) {
     tiles.wait_empty(smem.tile_ring);
+    index = draw_tile<Config>(params, smem, tiles, index);
     BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
     at = find_tile<Config>(params, index);
     tiles.publish(smem.tile_ring);
     if (at.tile == kNoTile) break;
 
-    const auto load_keys = [&](char* target, Ring<1>& ring_of_keys, const MappedTensor& tensor) {
-      load_tile<KTile>(target, tensor, at.tile * Config::kBlockN, at.kv_head, at.batch,
-                       tiles.expect(ring_of_keys, KTile::kBytes));
+    const auto load_v = [&] {
+      tiles.wait_empty(smem.v_ring);
+      load_tile<KTile>(smem.v, params.v, at.first_key, at.kv_head, at.batch,
+                       tiles.expect(smem.v_ring, KTile::kBytes));
     };
     tiles.wait_empty(smem.k_ring);
-    load_keys(smem.k, smem.k_ring, params.k);
+    const uint32_t k_full = tiles.expect(smem.k_ring, KTile::kBytes + Config::kOtherKBytes);
+    load_tile<KTile>(smem.k, params.k, at.first_key, at.kv_head, at.batch, k_full);
+    if constexpr (Config::kBlocks > 1) {
+      const int block = block_of_cluster<Config>();
+      load_tile<typename Config::OtherKTile>(
+          smem.k + KTile::kBytes, params.k, at.first_key + (1 - 2 * block) * Config::kBlockN, at.kv_head,
+          at.batch, k_full, block * Config::OtherKTile::kCols);
+    }
     bool first = true;
     for (auto walk = QueryWalk::of<Config>(params.problem, at); !walk.done();
          walk = walk.next(), ring = ring.next(), first = false) {
@@ -68,21 +78,15 @@ __device__ __forceinline__ void produce_tiles(const BackwardKernelParams& params
       ring.wait_empty(smem.q_ring);
       load_tile<QTile>(smem.q[ring.stage(smem.q_ring)], params.q, row, head, at.batch,
                        ring.expect(smem.q_ring, QTile::kBytes));
-      if (first) {
-        tiles.wait_empty(smem.v_ring);
-        load_keys(smem.v, smem.v_ring, params.v);
-      }
+      if (first) load_v();
       ring.wait_empty(smem.dout_ring);
       load_tile<QTile>(smem.dout[ring.stage(smem.dout_ring)], params.dout, row, head, at.batch,
                        ring.expect(smem.dout_ring, QTile::kBytes));
     }
-    if (first) {  // no query sees the keys
-      tiles.wait_empty(smem.v_ring);
-      load_keys(smem.v, smem.v_ring, params.v);
-    }
-    index = tile_after(params, index);
+    if (first) load_v();  // no query sees the keys
   }
-  finish_tiles(params.counter);
+  if (block_of_cluster<Config>() == 0)
+    finish_tiles(params.counter, gridDim.x / Config::kBlocks);
 }
 
 // Writes one number for each query row, kRows for each lane of a warp.
@@ -141,7 +145,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const int warp_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16;
   const int consumer_row = consumer * kWarpgroupRows;
   const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
-  const int first_key = at.tile * Config::kBlockN + consumer_row;  // of this consumer
+  const int first_key = at.first_key + consumer_row;  // of this consumer
 
   float s[4 * kM];  // Sᵀ (64 keys, kBlockM), then Pᵀ
   float ds[4 * kM];  // dPᵀ, then dSᵀ
@@ -188,7 +192,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     zero_unseen(gradients, walk.tile);
     to_operand<T>(ds_operand, gradients);
     ring.wait_empty(smem.ds_ring);
-    stage_rows<DsTile>(smem.ds[ring.stage(smem.ds_ring)], ds_operand[0], consumer_row + warp_row);
+    stage_rows<DsTile>(smem.ds[ring.stage(smem.ds_ring)][0], ds_operand[0], consumer_row + warp_row);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     ring.publish_warp(smem.ds_ring);
@@ -257,7 +261,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __cluster_dims__(Config::kBlocks, 1, 1) __launch_bounds__(Config::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardKernelParams params) {
   extern __shared__ __align__(1024) char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
@@ -273,10 +277,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     smem.q_ring.init(2, Config::kConsumerWarps);
     smem.dout_ring.init(2, Config::kConsumerWarps);
     for (auto& ring : smem.dq_ring) ring.init(kWarpgroupThreads / kWarpSize, 1);
-    smem.ds_ring.init(Config::kOwners * kWarpgroupThreads / kWarpSize, Config::kConsumerWarps);
+    smem.ds_ring.init(Config::kOwners * kWarpgroupThreads / kWarpSize,
+                      Config::kBlocks * Config::kConsumerWarps);
+    smem.drawn_ring.init(1, 1);
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (Config::kBlocks > 1)
+    ptx::cluster_sync();
+  else
+    __syncthreads();
 
   if (warpgroup == 0) {
     ptx::register_decrease<Config::kProducerRegisters>();
@@ -296,6 +305,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       consume_product<Config, Role::kValues>(params, smem);
     else
       consume_product<Config, Role::kKeys>(params, smem);
+  }
+  if constexpr (Config::kBlocks > 1) {  // the other block may still reach for the barriers of this
+    __syncwarp();
+    ptx::cluster_sync();
   }
 }
 

@@ -28,6 +28,9 @@ __device__ __forceinline__ uint32_t take_out_bad_keys(typename Config::SharedSto
   uint32_t (&marks)[Config::kBlockN / 32] = smem.bad_keys[tiles.count % 2];
   take_out_nonfinite<typename Config::Element, typename Config::KTile, Config::kConsumerThreads>(
       ptx::shared_address(smem.k), marks, threadIdx.x - kWarpgroupThreads);
+  if constexpr (Config::kBlocks > 1)
+    zero_nonfinite<typename Config::Element, typename Config::OtherKTile, Config::kConsumerThreads>(
+        ptx::shared_address(smem.k) + Config::KTile::kBytes, threadIdx.x - kWarpgroupThreads);
   ptx::fence_proxy_async_shared();
   ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
   const uint32_t bad_keys = marks[row / 32] >> (row % 32 + threadIdx.x % kWarpSize / 4) & 0x101;
@@ -52,7 +55,7 @@ __device__ __forceinline__ void write_gradient(const View& view, const MappedTen
   const int consumer_row = Config::consumer_row(consumer);
   const int row = consumer_row + thread / kWarpSize * 16;
   const auto& fragments = reinterpret_cast<const float (&)[1][Config::kHeadDim / 8][4]>(gradient);
-  const int first_key = at.tile * Config::kBlockN;
+  const int first_key = at.first_key;
   const bool staged = view.data != nullptr && workspace == nullptr;
   if (workspace != nullptr) {
     const int64_t head = int64_t{at.batch} * params.shape.heads_k + at.kv_head;

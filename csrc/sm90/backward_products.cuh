@@ -10,6 +10,7 @@
 #include "ptx/math.h"
 #include "ptx/shared.h"
 #include "ptx/wgmma.h"
+#include "sm90/backward_tiles.cuh"
 #include "sm90/config.h"
 
 namespace flash_ext::sm90 {
@@ -43,7 +44,13 @@ __device__ __forceinline__ void add_product(float (&result)[Config::kHeadDim / 2
   ptx::wgmma_commit();
 }
 
-// dQ = dS K, this consumer's half: (64, kDqCols), dS of all keys of the block in one of its
+// The number of a consumer's piece of dQ, in AccumulatorTile.
+template <typename Config>
+__device__ __forceinline__ int dq_piece(int consumer) {
+  return block_of_cluster<Config>() * Config::kConsumers + consumer;
+}
+
+// dQ = dS K, this consumer's piece: (64, kDqCols), dS of all keys of the block in one of its
 // buffers.
 template <typename Config>
 __device__ __forceinline__ void multiply_dq(float (&dq)[Config::kDqCols / 2],
@@ -52,16 +59,26 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[Config::kDqCols / 2],
   using KTile = typename Config::KTile;
   using DsTile = typename Config::DsTile;
   constexpr ptx::Major kAcrossK = ptx::Major::kMN;
-  const WgmmaOperand<DsTile, kAcrossK> a(ptx::shared_address(smem.ds[buffer]) +
+  const int piece = Config::kDqByRows ? 0 : dq_piece<Config>(consumer);
+  const WgmmaOperand<DsTile, kAcrossK> a(ptx::shared_address(smem.ds[buffer][0]) +
                                          (Config::kDqByRows ? consumer : 0) * DsTile::kSlabBytes);
   const WgmmaOperand<KTile, kAcrossK> b(ptx::shared_address(smem.k) +
-                                        (Config::kDqByRows ? 0 : consumer) *
-                                            (Config::kDqCols / 64) * KTile::kSlabBytes);
+                                        piece * (Config::kDqCols / 64) * KTile::kSlabBytes);
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < Config::kBlockN / 16; ++step)
     ptx::wgmma<typename Config::Element, Config::kDqCols, kAcrossK, kAcrossK>(dq, a.at(step),
                                                                               b.at(step), step > 0);
+  if constexpr (Config::kBlocks > 1) {  // dS and K of the other block's keys
+    using OtherKTile = typename Config::OtherKTile;
+    const WgmmaOperand<DsTile, kAcrossK> other_a(ptx::shared_address(smem.ds[buffer][1]));
+    const WgmmaOperand<OtherKTile, kAcrossK> other_b(ptx::shared_address(smem.k) + KTile::kBytes +
+                                                     consumer * OtherKTile::kSlabBytes);
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 16; ++step)
+      ptx::wgmma<typename Config::Element, Config::kDqCols, kAcrossK, kAcrossK>(
+          dq, other_a.at(step), other_b.at(step), true);
+  }
   ptx::wgmma_commit();
 }
 

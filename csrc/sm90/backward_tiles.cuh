@@ -5,11 +5,23 @@
 #include "core/mask.h"
 #include "core/scheduler.h"
 #include "params.h"
+#include "core/pipeline.h"
+#include "ptx/cluster.h"
+#include "ptx/shared.h"
 #include "sm90/config.h"
 #include "sm90/params.h"
 #include "sm90/persistence.cuh"
 
 namespace flash_ext::sm90 {
+
+// This block's number among those that share tiles of keys.
+template <typename Config>
+__device__ __forceinline__ int block_of_cluster() {
+  if constexpr (Config::kBlocks == 1)
+    return 0;
+  else
+    return static_cast<int>(ptx::cluster_rank());
+}
 
 // The query tiles a block walks over: `tiles` of each of its heads, counted in the flat order
 // (batch, head).
@@ -22,8 +34,8 @@ struct QueryWalk {
   template <typename Config>
   static __device__ __forceinline__ QueryWalk of(const BackwardParams& params,
                                                  const BackwardTile& at) {
-    const int first_key = at.tile * Config::kBlockN;
-    const int end_key = min(first_key + Config::kBlockN, static_cast<int>(params.shape.seqlen_k));
+    const int first_key = at.tile * Config::kTileKeys;
+    const int end_key = min(first_key + Config::kTileKeys, static_cast<int>(params.shape.seqlen_k));
     const Range tiles = BandMask(params.shape, params.window)
                             .template touching_query_tiles<Config::kBlockM>({first_key, end_key});
     const int head = at.batch * params.shape.heads_q + at.first_query_head;
@@ -49,9 +61,9 @@ constexpr int kOrderedTiles = 512;
 // The tile with the number `index`.
 template <typename Config>
 __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& params, int index) {
-  if (index >= params.tiles) return {kNoTile, 0, 0, 0, 0, 0};
+  if (index >= params.tiles) return {kNoTile, 0, 0, 0, 0, 0, 0};
   const Shape& shape = params.problem.shape;
-  const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
+  const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kTileKeys);
   const int shares = shape.heads_k * params.problem.splits;  // of all groups
   const bool ordered = params.problem.dq_turns != nullptr;
   const TileCoordinate at = ordered
@@ -59,19 +71,46 @@ __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& pa
                                                          max(1, kOrderedTiles / tiles))
                                 : first_tile_first(index, tiles, shares);
   const GroupShare share = group_share(shape, params.problem.splits, at.head);
-  return {at.tile,           share.kv_head, static_cast<int>(at.batch), share.first_query_head,
-          share.query_heads, ordered};
+  return {at.tile,
+          at.tile * Config::kTileKeys + block_of_cluster<Config>() * Config::kBlockN,
+          share.kv_head,
+          static_cast<int>(at.batch),
+          share.first_query_head,
+          share.query_heads,
+          ordered};
 }
 
-// The numbers of this block's first tile and of the one after `index`. In order blocks draw all
-// numbers, so that they only wait for tiles that were begun before.
-__device__ __forceinline__ int first_tile(const BackwardKernelParams& params) {
+// The number of the tile at `position`, which follows `index`. In order all numbers are drawn, so
+// that blocks only wait for tiles that were begun before. In a cluster the first block draws, and
+// sends the other what it drew.
+template <typename Config>
+__device__ __forceinline__ int draw_tile(const BackwardKernelParams& params,
+                                         typename Config::SharedStorage& smem,
+                                         RingPosition position, int index) {
+  const int stage = position.stage(smem.drawn_ring);
+  const uint32_t drawn = ptx::shared_address(&smem.drawn[stage]);
+  if (block_of_cluster<Config>() != 0) {
+    position.expect(smem.drawn_ring, sizeof(int));
+    position.wait_full(smem.drawn_ring);
+    const int number = static_cast<int>(ptx::load_shared_u32(drawn));
+    ptx::mbarrier_arrive_remote(
+        ptx::cluster_address(ptx::shared_address(&smem.drawn_ring.empty[stage]), 0));
+    return number;
+  }
   int* const turns = params.problem.dq_turns;
-  return turns != nullptr ? atomicAdd(turns, 1) : static_cast<int>(blockIdx.x);
-}
-__device__ __forceinline__ int tile_after(const BackwardKernelParams& params, int index) {
-  int* const turns = params.problem.dq_turns;
-  return turns != nullptr ? atomicAdd(turns, 1) : next_tile(params.counter, index);
+  if (turns != nullptr)
+    index = atomicAdd(turns, 1);
+  else if (position.count == 0)
+    index = blockIdx.x / Config::kBlocks;
+  else
+    index = next_tile(params.counter, index, gridDim.x / Config::kBlocks);
+  if constexpr (Config::kBlocks > 1) {
+    position.wait_empty(smem.drawn_ring);
+    ptx::store_async(
+        ptx::cluster_address(drawn, 1), index,
+        ptx::cluster_address(ptx::shared_address(&smem.drawn_ring.full[stage]), 1));
+  }
+  return index;
 }
 
 }  // namespace flash_ext::sm90

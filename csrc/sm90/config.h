@@ -96,6 +96,7 @@ struct ForwardConfig {
 // What a block of the backward pass works on.
 struct BackwardTile {
   int tile;  // of keys; kNoTile: there is none left
+  int first_key;  // of this block
   int kv_head, batch;
   int first_query_head, query_heads;  // that this block walks over
   int ordered;  // whether additions to dQ wait for their turn
@@ -116,6 +117,10 @@ struct BackwardConfig {
   static constexpr bool kByProduct = kBlockN == kWarpgroupRows;
   static_assert(kByProduct || kBlockN == kConsumers * kWarpgroupRows,
                 "both consumers have the same 64 keys, or each has its own");
+  // Blocks of a cluster that share a tile of keys, kBlockN each: together they add half as much to
+  // dQ.
+  static constexpr int kBlocks = kByProduct ? 2 : 1;
+  static constexpr int kTileKeys = kBlocks * kBlockN;
   static constexpr int kOwners = kBlockN / kWarpgroupRows;  // consumers that write dK, or dV
   static __host__ __device__ constexpr int consumer_row(int consumer) {  // its first key
     return kByProduct ? 0 : consumer * kWarpgroupRows;
@@ -131,7 +136,8 @@ struct BackwardConfig {
 
   // Each consumer computes one half of dQ (kBlockM, D): rows where there are enough for wgmma.
   static constexpr bool kDqByRows = kBlockM == kConsumers * kWarpgroupRows;
-  static constexpr int kDqCols = kDqByRows ? kHeadDim : kHeadDim / kConsumers;
+  static constexpr int kDqPieces = kConsumers * kBlocks;
+  static constexpr int kDqCols = kDqByRows ? kHeadDim : kHeadDim / kDqPieces;
   static_assert(kDqByRows || (kBlockM == kWarpgroupRows && kDqCols % 64 == 0),
                 "dQ is cut at whole slabs of K");
 
@@ -140,25 +146,31 @@ struct BackwardConfig {
   using DsTile = SlabTile<kBlockN, kBlockM>;  // dSᵀ: keys are rows
   using DqTile = AccumulatorTile<kBlockM, kHeadDim, kDqCols>;
 
-  // A consumer's half of dQ leaves in kDqParts, by way of kDqStages buffers of one part.
+  // Behind its own K a block has the columns of the other block's that its part of dQ needs.
+  using OtherKTile = SlabTile<kBlockN, kHeadDim / kBlocks>;
+  static constexpr int kOtherKBytes = kBlocks == 1 ? 0 : OtherKTile::kBytes;
+
+  // A consumer's part of dQ leaves in kDqParts, by way of kDqStages buffers of one part.
   static constexpr int kDqParts = kByProduct ? 4 : 1;
-  static constexpr int kDqStages = kByProduct ? 3 : 1;
+  static constexpr int kDqStages = kByProduct ? 2 : 1;
   static constexpr int kDqPartFloats = DqTile::kPieceFloats / kDqParts;
 
   static constexpr int kDsStages = kByProduct ? 2 : 3;  // consumers may be a tile apart
 
   struct SharedStorage {
-    alignas(1024) char k[KTile::kBytes];  // in the end the staging buffers of dK and dV
+    alignas(1024) char k[KTile::kBytes + kOtherKBytes];  // in the end dK and dV are staged here
     alignas(1024) char v[KTile::kBytes];
     alignas(1024) char q[kStages][QTile::kBytes];
     alignas(1024) char dout[kDoutStages][QTile::kBytes];
-    alignas(1024) char ds[kDsStages][DsTile::kBytes];
+    alignas(1024) char ds[kDsStages][kBlocks][DsTile::kBytes];  // of this block, then the other
     alignas(1024) float dq[kConsumers][kDqStages][kDqPartFloats];
     alignas(16) float lse[kStages][kBlockM];  // in units of log2(e)
     alignas(16) float delta[kDoutStages][kBlockM];
     BackwardTile at[2];  // this one and the next
     uint32_t bad_keys[2][kBlockN / 32];  // bits of the rows of K with NaN or infinity, likewise
     Ring<2> tile_ring;
+    int drawn[2];  // numbers of tiles, from the first block of the cluster
+    Ring<2> drawn_ring;
     Ring<1> k_ring, v_ring;
     Ring<kStages> q_ring;  // Q and lse
     Ring<kDoutStages> dout_ring;  // dO and delta

@@ -104,9 +104,9 @@ __device__ __forceinline__ void produce(const ForwardKernelParams& params,
     }
     // Not earlier: a tile that was taken early may have to wait while other blocks are idle. The
     // consumers still have what is in the rings.
-    if (tile.guarded == 0) next = next_tile(params.counter, next);
+    if (tile.guarded == 0) next = next_tile(params.counter, next, gridDim.x);
   }
-  finish_tiles(params.counter);
+  finish_tiles(params.counter, gridDim.x);
 }
 
 // Gives `count` tiles of K and V back as they come.

@@ -133,7 +133,7 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   const auto kernel = &flash_backward<Config>;
   static KernelSetup setup(kernel, kSmem);
   const int64_t key_tiles =
-      tiles(shape.seqlen_k, Config::kBlockN) * problem.splits * shape.heads_k * shape.batch;
+      tiles(shape.seqlen_k, Config::kTileKeys) * problem.splits * shape.heads_k * shape.batch;
   if (key_tiles > std::numeric_limits<int32_t>::max()) return check(cudaErrorInvalidConfiguration);
   params.tiles = static_cast<int32_t>(key_tiles);
   params.counter = nullptr;
@@ -144,8 +144,9 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   int32_t multiprocessors = 0;
   if (int32_t error = multiprocessor_count(&multiprocessors)) return error;
   const bool persistent = ordered || params.counter != nullptr;
-  const int64_t blocks = persistent ? std::min<int64_t>(key_tiles, multiprocessors) : key_tiles;
-  if (int32_t error = launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream))
+  const int64_t clusters =
+      persistent ? std::min<int64_t>(key_tiles, multiprocessors / Config::kBlocks) : key_tiles;
+  if (int32_t error = launch(kernel, setup, clusters * Config::kBlocks, Config::kThreads, kSmem, params, stream))
     return error;
   if (problem.dq.data != nullptr) {
     const auto round = &flash_backward_round<Config>;

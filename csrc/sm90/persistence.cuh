@@ -11,15 +11,14 @@ constexpr int kNoTile = -1;  // in place of a tile: there is none left
 
 // The number of this block's tile after `index`. Without a counter there are as many blocks as
 // tiles.
-__device__ __forceinline__ int next_tile(TileCounter* counter, int index) {
-  const int blocks = static_cast<int>(gridDim.x);
+__device__ __forceinline__ int next_tile(TileCounter* counter, int index, int blocks) {
   return counter == nullptr ? index + blocks : atomicAdd(&counter->next, 1) + blocks;
 }
 
 // The last block to come here leaves the counter as it found it.
-__device__ __forceinline__ void finish_tiles(TileCounter* counter) {
+__device__ __forceinline__ void finish_tiles(TileCounter* counter, int blocks) {
   if (counter == nullptr) return;
-  if (atomicAdd(&counter->finished, 1) != static_cast<int>(gridDim.x) - 1) return;
+  if (atomicAdd(&counter->finished, 1) != blocks - 1) return;
   counter->next = 0;
   counter->finished = 0;
 }

@@ -12,14 +12,14 @@
 
 namespace flash_ext::sm90 {
 
-// Loads the box of a tile, slab by slab.
+// Loads the box of a tile, slab by slab, from a column on.
 template <typename Tile>
 __device__ __forceinline__ void load_tile(char* target, const MappedTensor& tensor, int row,
-                                          int head, int batch, uint32_t full) {
+                                          int head, int batch, uint32_t full, int col = 0) {
 #pragma unroll
   for (int slab = 0; slab < Tile::kSlabs; ++slab)
     ptx::tma_load(ptx::shared_address(target) + slab * Tile::kSlabBytes, &tensor.map,
-                  {slab * Tile::kSlabCols, row, head * tensor.head_step, batch * tensor.batch_step},
+                  {col + slab * Tile::kSlabCols, row, head * tensor.head_step, batch * tensor.batch_step},
                   full);
 }
 
