@@ -48,7 +48,7 @@ __device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const Back
                                 {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
   const int64_t counter = int64_t{walk.head} * ceil_div(seqlen_q, kTurnRows) + turn;
   return {params.dq_turns + 1 + counter * (Config::kThreads / kWarpSize) + piece,
-          touched.end - 1 - at.tile};
+          at.tile - touched.begin};
 }
 
 // Adds one consumer's half of each dQ of a tile's walk, part by part. In order it begins its turn
@@ -64,8 +64,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
   auto& ring = smem.dq_ring[consumer];
   const int piece = dq_piece<Config>(consumer);
   for (auto walk = QueryWalk::of<Config>(params, at); !walk.done(); walk = walk.next()) {
-    const bool begins_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
-    const bool ends_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
+    const bool begins_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
+    const bool ends_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
     if (ordered && begins_turn) dq_turn<Config>(params, at, walk, piece).wait_alone();
     const int64_t tile = int64_t{walk.head} * DqTile::tiles(params.shape.seqlen_q) + walk.tile;
     float* const target =

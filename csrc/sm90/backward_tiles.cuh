@@ -40,14 +40,14 @@ struct QueryWalk {
                             .template touching_query_tiles<Config::kBlockM>({first_key, end_key});
     const int head = at.batch * params.shape.heads_q + at.first_query_head;
     const bool empty = tiles.begin == tiles.end;
-    return {head, tiles.begin, empty ? head : head + at.query_heads, tiles};
+    return {head, tiles.end - 1, empty ? head : head + at.query_heads, tiles};
   }
 
   __device__ __forceinline__ bool done() const { return head == end_head; }
   __device__ __forceinline__ QueryWalk next() const {
     QueryWalk walk = *this;
-    if (++walk.tile == tiles.end) {
-      walk.tile = tiles.begin;
+    if (walk.tile-- == tiles.begin) {
+      walk.tile = tiles.end - 1;
       ++walk.head;
     }
     return walk;
@@ -71,8 +71,9 @@ __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& pa
                                                          max(1, kOrderedTiles / tiles))
                                 : first_tile_first(index, tiles, shares);
   const GroupShare share = group_share(shape, params.problem.splits, at.head);
-  return {at.tile,
-          at.tile * Config::kTileKeys + block_of_cluster<Config>() * Config::kBlockN,
+  const int tile = ordered ? tiles - 1 - at.tile : at.tile;
+  return {tile,
+          tile * Config::kTileKeys + block_of_cluster<Config>() * Config::kBlockN,
           share.kv_head,
           static_cast<int>(at.batch),
           share.first_query_head,
