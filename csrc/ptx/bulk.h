@@ -19,13 +19,13 @@ __device__ __forceinline__ void bulk_reduce_add(float* target, uint32_t smem_sou
       : "memory");
 }
 
-// Copies `bytes`, a multiple of 16, to another block of the cluster; they count at a barrier of that
-// block. Both addresses come from cluster_address() (ptx/cluster.h).
+// Copies `bytes`, a multiple of 16, to another block of the cluster; they count at a barrier of
+// that block. Both addresses come from cluster_address() (ptx/cluster.h).
 __device__ __forceinline__ void bulk_send(uint32_t cluster_target, uint32_t smem_source,
                                           uint32_t bytes, uint32_t cluster_barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(cluster_target),
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(cluster_target),
       "r"(smem_source), "r"(bytes), "r"(cluster_barrier)
       : "memory");
 }

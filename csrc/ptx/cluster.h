@@ -23,11 +23,10 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t smem_address, uint3
 // Writes a word to another block of the cluster; its four bytes count at a barrier of that block.
 __device__ __forceinline__ void store_async(uint32_t cluster_target, uint32_t value,
                                             uint32_t cluster_barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-          cluster_target),
-      "r"(value), "r"(cluster_barrier)
-      : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   cluster_target),
+               "r"(value), "r"(cluster_barrier)
+               : "memory");
 }
 
 // All threads of all blocks arrive once, then wait; what they wrote before arriving is visible

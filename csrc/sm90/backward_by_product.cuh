@@ -1,17 +1,20 @@
 // The Hopper backward where dK and dV of 64 keys fill the registers of a warpgroup each (D 256):
-// both consumers have the same 64 keys and share the work by product, as the generic family does
-// (sm80/backward_kernel.cuh), instead of by keys (backward_kernel.cuh, which tells the rest).
+// both consumers of a block have the same 64 keys and share the work by product, as the generic
+// family does (sm80/backward_kernel.cuh), instead of by keys (backward_kernel.cuh, which tells the
+// rest). Two blocks of a cluster share a tile of 128 keys: each sends the other its dS, and adds up
+// half the columns of dQ for all 128. Alone they would add twice as much to dQ, and L2 would take
+// longer for that than all products.
 //
 //   for each tile of queries:
 //       values                                  keys
 //       Sᵀ  = K Qᵀ                              dPᵀ = V dOᵀ
-//       Pᵀ  = exp2(Sᵀ - lse)    -- shared -->   dSᵀ = Pᵀ (dPᵀ - delta)   -- shared --> both
-//       dV += Pᵀ dO                             dK += dSᵀ Q
-//       dQ  = dS K of the tile before, half the columns each
+//       Pᵀ  = exp2(Sᵀ - lse)    -- shared -->   dSᵀ = Pᵀ (dPᵀ - delta)   -- to both of both blocks
+//       dQ  = dS K of the tile before, a quarter of the columns each     | 128 keys
+//       dV += Pᵀ dO                             dK += dSᵀ Q              | beside it dQ to storers
 //
-// A consumer has registers for one product beside its gradient: each waits for the one before, and
-// the scores of the next tile begin when half of dQ has left for shared memory. What one consumer
-// computes or moves meanwhile, the products of the other cover.
+// The scores of the next tile begin when all this is done: shared memory has no room to move dQ
+// while products of 64 columns read both operands from it. What one consumer computes or waits for,
+// the products of the other cover.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +23,9 @@
 #include "core/mask.h"
 #include "core/pipeline.h"
 #include "core/softmax.h"
+#include "ptx/barrier.h"
 #include "ptx/bulk.h"
 #include "ptx/cluster.h"
-#include "ptx/barrier.h"
 #include "ptx/proxy_fence.h"
 #include "ptx/wgmma.h"
 #include "sm90/backward_dq.cuh"
@@ -65,10 +68,9 @@ __device__ __forceinline__ void send_ds(typename Config::SharedStorage& smem, Ri
   const int stage = tile.stage(smem.ds_ring);
   const uint32_t other = block_of_cluster<Config>() ^ 1;
   const int begin = row * DsTile::kLineBytes;
-  ptx::bulk_send(
-      ptx::cluster_address(ptx::shared_address(smem.ds[stage][1]) + begin, other),
-      ptx::shared_address(smem.ds[stage][0]) + begin, 16 * DsTile::kLineBytes,
-      ptx::cluster_address(ptx::shared_address(&smem.ds_ring.full[stage]), other));
+  ptx::bulk_send(ptx::cluster_address(ptx::shared_address(smem.ds[stage][1]) + begin, other),
+                 ptx::shared_address(smem.ds[stage][0]) + begin, 16 * DsTile::kLineBytes,
+                 ptx::cluster_address(ptx::shared_address(&smem.ds_ring.full[stage]), other));
   tile.expect(smem.ds_ring, 16 * DsTile::kLineBytes);
 }
 

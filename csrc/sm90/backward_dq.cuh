@@ -36,8 +36,8 @@ __device__ __forceinline__ void stage_dq(typename Config::SharedStorage& smem, R
   parts.publish_warp(ring);
 }
 
-// The turn of one piece of the kTurnRows query rows that hold a tile, in the order of
-// sm80/backward_kernel.cuh: key tiles add to them from the last to the first.
+// The turn of one piece of the kTurnRows query rows that hold a tile: key tiles add to them from
+// the first to the last.
 template <typename Config>
 __device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const BackwardTile& at,
                                         const QueryWalk& walk, int piece) {
@@ -68,8 +68,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
     const bool ends_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
     if (ordered && begins_turn) dq_turn<Config>(params, at, walk, piece).wait_alone();
     const int64_t tile = int64_t{walk.head} * DqTile::tiles(params.shape.seqlen_q) + walk.tile;
-    float* const target =
-        params.dq_accum + tile * DqTile::kFloats + piece * DqTile::kPieceFloats;
+    float* const target = params.dq_accum + tile * DqTile::kFloats + piece * DqTile::kPieceFloats;
 #pragma unroll 1
     for (int part = 0; part < Config::kDqParts; ++part, parts = parts.next()) {
       parts.wait_full(ring);

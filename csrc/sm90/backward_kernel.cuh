@@ -67,8 +67,8 @@ __device__ __forceinline__ void produce_tiles(const BackwardKernelParams& params
     if constexpr (Config::kBlocks > 1) {
       const int block = block_of_cluster<Config>();
       load_tile<typename Config::OtherKTile>(
-          smem.k + KTile::kBytes, params.k, at.first_key + (1 - 2 * block) * Config::kBlockN, at.kv_head,
-          at.batch, k_full, block * Config::OtherKTile::kCols);
+          smem.k + KTile::kBytes, params.k, at.first_key + (1 - 2 * block) * Config::kBlockN,
+          at.kv_head, at.batch, k_full, block * Config::OtherKTile::kCols);
     }
     bool first = true;
     for (auto walk = QueryWalk::of<Config>(params.problem, at); !walk.done();
@@ -85,8 +85,7 @@ __device__ __forceinline__ void produce_tiles(const BackwardKernelParams& params
     }
     if (first) load_v();  // no query sees the keys
   }
-  if (block_of_cluster<Config>() == 0)
-    finish_tiles(params.counter, gridDim.x / Config::kBlocks);
+  if (block_of_cluster<Config>() == 0) finish_tiles(params.counter, gridDim.x / Config::kBlocks);
 }
 
 // Writes one number for each query row, kRows for each lane of a warp.
@@ -192,7 +191,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     zero_unseen(gradients, walk.tile);
     to_operand<T>(ds_operand, gradients);
     ring.wait_empty(smem.ds_ring);
-    stage_rows<DsTile>(smem.ds[ring.stage(smem.ds_ring)][0], ds_operand[0], consumer_row + warp_row);
+    stage_rows<DsTile>(smem.ds[ring.stage(smem.ds_ring)][0], ds_operand[0],
+                       consumer_row + warp_row);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     ring.publish_warp(smem.ds_ring);

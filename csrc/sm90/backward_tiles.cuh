@@ -3,9 +3,9 @@
 #pragma once
 
 #include "core/mask.h"
+#include "core/pipeline.h"
 #include "core/scheduler.h"
 #include "params.h"
-#include "core/pipeline.h"
 #include "ptx/cluster.h"
 #include "ptx/shared.h"
 #include "sm90/config.h"
@@ -24,7 +24,8 @@ __device__ __forceinline__ int block_of_cluster() {
 }
 
 // The query tiles a block walks over: `tiles` of each of its heads, counted in the flat order
-// (batch, head).
+// (batch, head). From the last to the first: under a causal mask all blocks of a head see the last
+// one, so that in order each finds the additions before its own done.
 struct QueryWalk {
   int head;
   int tile;
@@ -71,7 +72,7 @@ __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& pa
                                                          max(1, kOrderedTiles / tiles))
                                 : first_tile_first(index, tiles, shares);
   const GroupShare share = group_share(shape, params.problem.splits, at.head);
-  const int tile = ordered ? tiles - 1 - at.tile : at.tile;
+  const int tile = ordered ? tiles - 1 - at.tile : at.tile;  // the first are the longest walks
   return {tile,
           tile * Config::kTileKeys + block_of_cluster<Config>() * Config::kBlockN,
           share.kv_head,
@@ -107,9 +108,8 @@ __device__ __forceinline__ int draw_tile(const BackwardKernelParams& params,
     index = next_tile(params.counter, index, gridDim.x / Config::kBlocks);
   if constexpr (Config::kBlocks > 1) {
     position.wait_empty(smem.drawn_ring);
-    ptx::store_async(
-        ptx::cluster_address(drawn, 1), index,
-        ptx::cluster_address(ptx::shared_address(&smem.drawn_ring.full[stage]), 1));
+    ptx::store_async(ptx::cluster_address(drawn, 1), index,
+                     ptx::cluster_address(ptx::shared_address(&smem.drawn_ring.full[stage]), 1));
   }
   return index;
 }

@@ -146,7 +146,8 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   const bool persistent = ordered || params.counter != nullptr;
   const int64_t clusters =
       persistent ? std::min<int64_t>(key_tiles, multiprocessors / Config::kBlocks) : key_tiles;
-  if (int32_t error = launch(kernel, setup, clusters * Config::kBlocks, Config::kThreads, kSmem, params, stream))
+  if (int32_t error = launch(kernel, setup, clusters * Config::kBlocks, Config::kThreads, kSmem,
+                             params, stream))
     return error;
   if (problem.dq.data != nullptr) {
     const auto round = &flash_backward_round<Config>;

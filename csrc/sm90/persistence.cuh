@@ -9,13 +9,13 @@ namespace flash_ext::sm90 {
 
 constexpr int kNoTile = -1;  // in place of a tile: there is none left
 
-// The number of this block's tile after `index`. Without a counter there are as many blocks as
-// tiles.
+// The number of the tile after `index` for one of `blocks` that draw numbers. Without a counter
+// there are as many of them as tiles.
 __device__ __forceinline__ int next_tile(TileCounter* counter, int index, int blocks) {
   return counter == nullptr ? index + blocks : atomicAdd(&counter->next, 1) + blocks;
 }
 
-// The last block to come here leaves the counter as it found it.
+// The last of `blocks` to come here leaves the counter as it found it.
 __device__ __forceinline__ void finish_tiles(TileCounter* counter, int blocks) {
   if (counter == nullptr) return;
   if (atomicAdd(&counter->finished, 1) != blocks - 1) return;

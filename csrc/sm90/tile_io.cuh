@@ -18,9 +18,10 @@ __device__ __forceinline__ void load_tile(char* target, const MappedTensor& tens
                                           int head, int batch, uint32_t full, int col = 0) {
 #pragma unroll
   for (int slab = 0; slab < Tile::kSlabs; ++slab)
-    ptx::tma_load(ptx::shared_address(target) + slab * Tile::kSlabBytes, &tensor.map,
-                  {col + slab * Tile::kSlabCols, row, head * tensor.head_step, batch * tensor.batch_step},
-                  full);
+    ptx::tma_load(
+        ptx::shared_address(target) + slab * Tile::kSlabBytes, &tensor.map,
+        {col + slab * Tile::kSlabCols, row, head * tensor.head_step, batch * tensor.batch_step},
+        full);
 }
 
 // Where a lane reads or writes its part of a 16 x 16 block of this warp's rows of a tile.
