@@ -33,10 +33,23 @@ __device__ __forceinline__ void zero_nonfinite(uint32_t smem_tile, int thread) {
   }
 }
 
-// The same, and marks the rows that it was taken out of in `rows`, one bit each.
-template <typename T, typename Tile, int kThreads>
-__device__ __forceinline__ void take_out_nonfinite(uint32_t smem_tile, uint32_t* rows, int thread) {
-  for (int byte = thread * kChunkBytes; byte < Tile::kBytes; byte += kThreads * kChunkBytes) {
+// The same; `found` is told the rows that it was taken out of. Each thread looks through its chunks
+// for the largest exponent first, and only then, if ever, at their elements.
+template <typename T, typename Tile, int kThreads, typename Found>
+__device__ __forceinline__ void take_out_nonfinite(uint32_t smem_tile, int thread,
+                                                   const Found& found) {
+  constexpr int kStep = kThreads * kChunkBytes;
+  static_assert(Tile::kBytes % kStep == 0, "every thread has as many chunks");
+  uint32_t largest = 0;
+#pragma unroll
+  for (int byte = 0; byte < Tile::kBytes; byte += kStep) {
+    const uint4 chunk = ptx::load_shared_v4(smem_tile + thread * kChunkBytes + byte);
+    for (uint32_t word : {chunk.x, chunk.y, chunk.z, chunk.w})
+      largest = __vmaxu2(largest, word & Element<T>::kExponentMask);
+  }
+  if (nonfinite_halves<T>(largest) == 0) return;
+#pragma unroll 1
+  for (int byte = thread * kChunkBytes; byte < Tile::kBytes; byte += kStep) {
     const uint4 chunk = ptx::load_shared_v4(smem_tile + byte);
     const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
     const int row = byte % Tile::kSlabBytes / Tile::kLineBytes;
@@ -45,7 +58,7 @@ __device__ __forceinline__ void take_out_nonfinite(uint32_t smem_tile, uint32_t*
       const uint32_t bad = nonfinite_halves<T>(words[i]);
       if (bad == 0) continue;
       ptx::store_shared_u32(smem_tile + byte + 4 * i, words[i] & ~bad);
-      atomicOr(&rows[row / 32], 1u << row % 32);
+      found(row);
     }
   }
 }

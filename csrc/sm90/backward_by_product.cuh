@@ -82,13 +82,15 @@ __device__ __forceinline__ void release_ds(typename Config::SharedStorage& smem,
   tile.release_remote(smem.ds_ring, block_of_cluster<Config>() ^ 1);
 }
 
-// A consumer's walk: leaves dV or dK / scale (64, D).
-template <typename Config, Role kRole>
+// A consumer's walk: leaves dV or dK / scale (64, D). While the last product runs it calls
+// `write_dv`.
+template <typename Config, Role kRole, typename WriteDv>
 __device__ __forceinline__ void accumulate_product(const BackwardParams& params,
                                                    typename Config::SharedStorage& smem,
                                                    RingPosition tiles, RingPosition& ring,
                                                    QueryWalk walk,
-                                                   float (&gradient)[Config::kHeadDim / 2]) {
+                                                   float (&gradient)[Config::kHeadDim / 2],
+                                                   const WriteDv& write_dv) {
   using T = typename Config::Element;
   constexpr bool kValues = kRole == Role::kValues;
   constexpr int kConsumer = kValues ? 0 : 1;
@@ -191,6 +193,7 @@ __device__ __forceinline__ void accumulate_product(const BackwardParams& params,
   const RingPosition last{ring.count - 1};
   last.wait_full(smem.ds_ring);
   multiply_dq<Config>(dq, smem, last.stage(smem.ds_ring), kConsumer);
+  write_dv();
   ptx::wgmma_wait<0>();
   ptx::pin(dq);
   release_ds<Config>(smem, last);
@@ -210,23 +213,34 @@ __device__ __forceinline__ void consume_product(const BackwardKernelParams& para
 
     float gradient[Config::kHeadDim / 2];  // (64, D)
     const QueryWalk walk = QueryWalk::of<Config>(problem, at);
+    const auto give_back = [&](Ring<1>& keys) {  // when the gradient has left it
+      if (threadIdx.x % kWarpgroupThreads != 0) return;
+      ptx::bulk_wait_read<0>();
+      tiles.arrive_empty(keys);
+    };
+    const auto write_dv = [&] {  // dS of all tiles is there, so V is read
+      if constexpr (kRole == Role::kValues)
+        write_gradient<Config>(problem.dv, params.dv, problem.dv_accum, problem.shape.head_dim_v,
+                               problem, at, smem.v, 0, gradient);
+    };
     tiles.wait_full(smem.k_ring);
     if (walk.done()) {
       tiles.wait_full(smem.v_ring);
 #pragma unroll
       for (int i = 0; i < Config::kHeadDim / 2; ++i) gradient[i] = 0.f;
+      write_dv();
     } else {
-      accumulate_product<Config, kRole>(problem, smem, tiles, ring, walk, gradient);
+      accumulate_product<Config, kRole>(problem, smem, tiles, ring, walk, gradient, write_dv);
     }
-    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();  // both have read K and V
+    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();  // both have read K
     if constexpr (kRole == Role::kValues) {
-      write_gradient<Config>(problem.dv, params.dv, problem.dv_accum, problem.shape.head_dim_v,
-                             problem, at, tiles, smem.v_ring, smem.v, 0, gradient);
+      give_back(smem.v_ring);
     } else {
 #pragma unroll
       for (int i = 0; i < Config::kHeadDim / 2; ++i) gradient[i] *= problem.softmax_scale;
       write_gradient<Config>(problem.dk, params.dk, problem.dk_accum, problem.shape.head_dim,
-                             problem, at, tiles, smem.k_ring, smem.k, 1, gradient);
+                             problem, at, smem.k, 1, gradient);
+      give_back(smem.k_ring);
     }
     __syncwarp();
     tiles.release(smem.tile_ring);

@@ -78,10 +78,10 @@ __device__ __forceinline__ void produce_tiles(const BackwardKernelParams& params
       ring.wait_empty(smem.q_ring);
       load_tile<QTile>(smem.q[ring.stage(smem.q_ring)], params.q, row, head, at.batch,
                        ring.expect(smem.q_ring, QTile::kBytes));
-      if (first) load_v();
       ring.wait_empty(smem.dout_ring);
       load_tile<QTile>(smem.dout[ring.stage(smem.dout_ring)], params.dout, row, head, at.batch,
                        ring.expect(smem.dout_ring, QTile::kBytes));
+      if (first) load_v();  // the last to be there for: dV of the tile before leaves through it
     }
     if (first) load_v();  // no query sees the keys
   }
@@ -130,13 +130,15 @@ __device__ __forceinline__ void produce_rows(const BackwardParams& params,
   }
 }
 
-// A consumer's walk: leaves dK / scale and dV (64, D) of its keys.
-template <typename Config>
+// A consumer's walk: leaves dK / scale and dV (64, D) of its keys. While the last product runs it
+// calls `write_dv`.
+template <typename Config, typename WriteDv>
 __device__ __forceinline__ void accumulate(const BackwardParams& params,
                                            typename Config::SharedStorage& smem, RingPosition tiles,
                                            RingPosition& ring, QueryWalk walk, int consumer,
                                            float (&dk)[Config::kHeadDim / 2],
-                                           float (&dv)[Config::kHeadDim / 2]) {
+                                           float (&dv)[Config::kHeadDim / 2],
+                                           const WriteDv& write_dv) {
   using T = typename Config::Element;
   using DsTile = typename Config::DsTile;
   constexpr int kM = Config::kBlockM / 8;  // 8-query columns of Sᵀ
@@ -221,6 +223,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
   const RingPosition last{ring.count - 1};
   last.wait_full(smem.ds_ring);
   multiply_dq<Config>(dq, smem, last.stage(smem.ds_ring), consumer);
+  write_dv();
   ptx::wgmma_wait<0>();
   ptx::pin(dq);
   last.release(smem.ds_ring);
@@ -240,21 +243,33 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
 
     float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];  // (64, D)
     const QueryWalk walk = QueryWalk::of<Config>(problem, at);
+    const bool first_thread = threadIdx.x % kWarpgroupThreads == 0;
+    const auto write_dv = [&] {  // its own rows of V are read
+      write_gradient<Config>(problem.dv, params.dv, problem.dv_accum, problem.shape.head_dim_v,
+                             problem, at, smem.v, consumer, dv);
+    };
     tiles.wait_full(smem.k_ring);
     if (walk.done()) {
       tiles.wait_full(smem.v_ring);
 #pragma unroll
       for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.f;
+      write_dv();
     } else {
-      accumulate<Config>(problem, smem, tiles, ring, walk, consumer, dk, dv);
+      accumulate<Config>(problem, smem, tiles, ring, walk, consumer, dk, dv, write_dv);
 #pragma unroll
       for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] *= problem.softmax_scale;
     }
-    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();  // all have read K and V
-    write_gradient<Config>(problem.dv, params.dv, problem.dv_accum, problem.shape.head_dim_v,
-                           problem, at, tiles, smem.v_ring, smem.v, consumer, dv);
+    // Both have read K, which is loaded anew while dK leaves through the buffers of dS.
+    ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
+    if (first_thread) tiles.arrive_empty(smem.k_ring);
+    static_assert(sizeof(smem.ds) >= Config::KTile::kBytes, "dK fits in dS");
     write_gradient<Config>(problem.dk, params.dk, problem.dk_accum, problem.shape.head_dim, problem,
-                           at, tiles, smem.k_ring, smem.k, consumer, dk);
+                           at, smem.ds[0][0], consumer, dk);
+    if (first_thread) {
+      ptx::bulk_wait_read<1>();
+      tiles.arrive_empty(smem.v_ring);
+      ptx::bulk_wait_read<0>();  // before the barrier at the start of the next walk
+    }
     __syncwarp();
     tiles.release(smem.tile_ring);
   }

@@ -26,28 +26,30 @@ template <typename Config>
 __device__ __forceinline__ uint32_t take_out_bad_keys(typename Config::SharedStorage& smem,
                                                       RingPosition tiles, int row) {
   uint32_t (&marks)[Config::kBlockN / 32] = smem.bad_keys[tiles.count % 2];
+  const int thread = threadIdx.x - kWarpgroupThreads;
   take_out_nonfinite<typename Config::Element, typename Config::KTile, Config::kConsumerThreads>(
-      ptx::shared_address(smem.k), marks, threadIdx.x - kWarpgroupThreads);
-  if constexpr (Config::kBlocks > 1)
-    zero_nonfinite<typename Config::Element, typename Config::OtherKTile, Config::kConsumerThreads>(
-        ptx::shared_address(smem.k) + Config::KTile::kBytes, threadIdx.x - kWarpgroupThreads);
+      ptx::shared_address(smem.k), thread,
+      [&](int bad_row) { atomicOr(&marks[bad_row / 32], 1u << bad_row % 32); });
+  if constexpr (Config::kBlocks > 1)  // the other block marks those
+    take_out_nonfinite<typename Config::Element, typename Config::OtherKTile,
+                       Config::kConsumerThreads>(
+        ptx::shared_address(smem.k) + Config::KTile::kBytes, thread, [](int) {});
   ptx::fence_proxy_async_shared();
   ptx::barrier_sync<kAllConsumers, Config::kConsumerThreads>();
   const uint32_t bad_keys = marks[row / 32] >> (row % 32 + threadIdx.x % kWarpSize / 4) & 0x101;
-  if (threadIdx.x == kWarpgroupThreads) {
+  if (thread == 0) {
     for (uint32_t& bits : smem.bad_keys[(tiles.count + 1) % 2]) bits = 0;
   }
   return bad_keys;
 }
 
-// Adds a gradient (64, D) of this consumer's keys to a workspace, or, without one, writes it by way
-// of its own rows of the K or V tile. Gives its part of that back.
+// Adds a gradient (64, D) of this consumer's keys to a workspace, or, without one, sends it off by
+// way of its rows of `tile`, as one group of bulk copies of its first thread.
 template <typename Config>
 __device__ __forceinline__ void write_gradient(const View& view, const MappedTensor& tensor,
                                                float* workspace, int cols,
                                                const BackwardParams& params, const BackwardTile& at,
-                                               RingPosition tiles, Ring<1>& ring, char* tile,
-                                               int consumer,
+                                               char* tile, int consumer,
                                                float (&gradient)[Config::kHeadDim / 2]) {
   using KTile = typename Config::KTile;
   const int thread = static_cast<int>(ptx::thread_index()) % kWarpgroupThreads;
@@ -78,10 +80,8 @@ __device__ __forceinline__ void write_gradient(const View& view, const MappedTen
           {slab * KTile::kSlabCols, first_key + consumer_row, at.kv_head * tensor.head_step,
            at.batch * tensor.batch_step},
           ptx::shared_address(tile) + slab * KTile::kSlabBytes + consumer_row * KTile::kLineBytes);
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<0>();
   }
-  tiles.arrive_empty(ring);
+  ptx::bulk_commit();
 }
 
 }  // namespace flash_ext::sm90
