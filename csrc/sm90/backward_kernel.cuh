@@ -239,7 +239,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
   for (RingPosition tiles;; tiles = tiles.next()) {
     tiles.wait_full(smem.tile_ring);
     const BackwardTile& at = smem.at[tiles.stage(smem.tile_ring)];
-    if (at.tile == kNoTile) return;
+    if (at.tile == kNoTile) break;
 
     float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];  // (64, D)
     const QueryWalk walk = QueryWalk::of<Config>(problem, at);
@@ -249,6 +249,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
                              problem, at, smem.v, consumer, dv);
     };
     tiles.wait_full(smem.k_ring);
+    if (first_thread) ptx::bulk_wait_read<0>();  // dK of the tile before, for the next barrier
     if (walk.done()) {
       tiles.wait_full(smem.v_ring);
 #pragma unroll
@@ -268,11 +269,11 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
     if (first_thread) {
       ptx::bulk_wait_read<1>();
       tiles.arrive_empty(smem.v_ring);
-      ptx::bulk_wait_read<0>();  // before the barrier at the start of the next walk
     }
     __syncwarp();
     tiles.release(smem.tile_ring);
   }
+  ptx::bulk_wait_read<0>();
 }
 
 template <typename Config>
