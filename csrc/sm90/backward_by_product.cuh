@@ -139,7 +139,6 @@ __device__ __forceinline__ void accumulate_product(const BackwardParams& params,
       __syncwarp();  // every lane has its P
       stage_rows<typename Config::DsTile>(smem.ds[buffer], operand[0], warp_row);
       ptx::fence_proxy_async_shared();
-      __syncwarp();
       ring.publish_warp(smem.ds_ring);
     }
     ring.release(score_ring);
@@ -205,7 +204,6 @@ __device__ __forceinline__ void consume_product(const BackwardKernelParams& para
       write_gradient<Config>(problem.dk, params.dk, problem.dk_accum, problem.shape.head_dim,
                              problem, at, tiles, smem.k_ring, smem.k, 1, gradient);
     }
-    __syncwarp();
     tiles.release(smem.tile_ring);
   }
 }

@@ -49,7 +49,7 @@ constexpr int kOrderedTiles = 512;
 // The tile with the number `index`.
 template <typename Config>
 __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& params, int index) {
-  if (index >= params.tiles) return {kNoTile, 0, 0, 0, 0, 0};
+  if (index >= params.tiles) return {kNoTile, 0, 0, 0, 0};
   const Shape& shape = params.problem.shape;
   const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kBlockN);
   const int shares = shape.heads_k * params.problem.splits;  // of all groups
@@ -59,8 +59,8 @@ __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& pa
                                                          max(1, kOrderedTiles / tiles))
                                 : first_tile_first(index, tiles, shares);
   const GroupShare share = group_share(shape, params.problem.splits, at.head);
-  return {at.tile,           share.kv_head, static_cast<int>(at.batch), share.first_query_head,
-          share.query_heads, ordered};
+  return {at.tile, share.kv_head, static_cast<int>(at.batch), share.first_query_head,
+          share.query_heads};
 }
 
 // The numbers of this block's first tile and of the one after `index`. In order blocks draw all
