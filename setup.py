@@ -64,7 +64,7 @@ NVCC_WHEELS = [  # of one minor version of CUDA: mixed ones do not work together
 FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-Werror", "all-warnings"]
 FLAGS += ["-Xcompiler=-Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden"]
 KERNEL_FLAGS = ["-Xptxas=-v"]
-LINK_FLAGS = ["-shared", "-cudart", "static", "-Xlinker=--exclude-libs=ALL,--as-needed"]
+LINK_FLAGS = ["-shared", "-cudart", "static", "-Xlinker=--exclude-libs=ALL,--as-needed,--strip-all"]
 KEPT_VERSIONS = 4  # of each object
 MEMORY_PER_JOB = 3 << 30
 

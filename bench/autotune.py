@@ -81,7 +81,7 @@ extern "C" __attribute__((visibility("default"))) int forward(
   flash_ext::ForwardParams params{{}};
   params.shape = {{batch, seqlen_q, seqlen_k, heads_q, heads_k, D, D}};
   params.window = {{-1, causal ? 0 : -1}};
-  params.dtype = params.out_dtype = flash_ext::sm90::kDType<Config::Element>;
+  params.dtype = params.out_dtype = flash_ext::kDType<Config::Element>;
   params.softmax_scale = scale;
   params.q = view(q, seqlen_q, heads_q);
   params.k = view(k, seqlen_k, heads_k);

@@ -85,10 +85,10 @@ def attention(
     Extra memory is linear in the sequence length. Forward: lse alone, fp32 (B, Hq, Sq). Backward,
     while it runs: as much again and, where q has a gradient, dq in fp32, its rows padded to a
     multiple of 16 columns. Hopper's own backward kernels pad it to whole tiles: Sq to a multiple of
-    64 or 128 and D to 64 or 128. The gradient of a broadcast attn_bias is added up in fp32. On CUDA
-    also, with `deterministic`, one int32 counter for each warp of each 128 queries and the gradient
-    of a broadcast attn_bias in int64; without, where a group of query heads is split over thread
-    blocks, which `explain` tells, dk and dv in fp32. On CPU also a few tiles.
+    64 or 128 and D to 64, 128 or 256. The gradient of a broadcast attn_bias is added up in fp32. On
+    CUDA also, with `deterministic`, one int32 counter for each warp of each 128 queries and the
+    gradient of a broadcast attn_bias in int64; without, where a group of query heads is split over
+    thread blocks, which `explain` tells, dk and dv in fp32. On CPU also a few tiles.
 
     Args:
         q: (B, Sq, Hq, D). On CUDA float16 or bfloat16, on CPU also float32 and float64. Under

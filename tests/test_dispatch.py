@@ -181,10 +181,10 @@ def test_forced_family() -> None:
         without.kernel("forward")
 
 
-# On Hopper: kernels of its own for both passes, lean and dense, backward up to head dim 128.
+# On Hopper: kernels of its own for both passes, lean and dense.
 OF_HOPPER = [
     *(row("sm90", "forward", D, 128, 190) for D in (64, 128, 256)),
-    *(row("sm90", "backward", D, 64, 200, whole_dq_tiles=True) for D in (64, 128)),
+    *(row("sm90", "backward", D, 64, 200, whole_dq_tiles=True) for D in (64, 128, 256)),
 ]
 GENERIC = [
     row("sm80", pass_, D, 64, 90, features=features, packed=packed)
@@ -194,15 +194,19 @@ GENERIC = [
 ]
 
 
-def plan_on_hopper(forced: Forced | None = None, **change: Any) -> Plan:
-    rows = [{**item, "index": index} for index, item in enumerate(OF_HOPPER + GENERIC)]
+def plan_on_hopper(
+    forced: Forced | None = None, of_hopper: list[dict[str, Any]] = OF_HOPPER, **change: Any
+) -> Plan:
+    rows = [{**item, "index": index} for index, item in enumerate(of_hopper + GENERIC)]
     kernels = [Kernel.of(item) for item in rows]
     hopper = Hardware.absent(HOPPER)
     return dispatch.plan(replace(PROBLEM, **change), kernels, ARCHS, hopper, forced)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("D", "Dv", "head_dim"), [(64, 8, 64), (40, 72, 128), (128, 128, 128)])
+@pytest.mark.parametrize(
+    ("D", "Dv", "head_dim"), [(64, 8, 64), (40, 72, 128), (128, 136, 256), (256, 256, 256)]
+)
 def test_backward_of_hopper_is_preferred(
     D: int, Dv: int, head_dim: int, deterministic: bool
 ) -> None:
@@ -215,8 +219,6 @@ def test_backward_of_hopper_is_preferred(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"D": 256}, "the head dim is 256"),
-        ({"Dv": 136}, "the head dim is 136"),
         ({"varlen": True}, "does not read packed sequences"),
         ({"modifiers": ("softcap",)}, "does not serve softcap"),
     ],
@@ -227,21 +229,24 @@ def test_backward_on_hopper_that_is_the_generic_one(change: dict[str, Any], reas
     assert backward.family == "sm80"
     assert backward.kernel is not None
     assert not backward.kernel.whole_dq_tiles
-    assert f"sm90, head dims up to 128, lean: {reason}" in backward.refused
+    assert f"sm90, head dims up to 256, lean: {reason}" in backward.refused
 
 
 @pytest.mark.parametrize("change", [{"D": 192}, {"Dv": 256}, {"D": 130, "deterministic": True}])
 def test_forced_family_leaves_a_pass_free_that_it_has_no_kernels_for(
     change: dict[str, Any],
 ) -> None:
-    found = plan_on_hopper(Forced("sm90"), **change)
+    without = [x for x in OF_HOPPER if (x["pass"], x["head_dim"]) != ("backward", 256)]
+    found = plan_on_hopper(Forced("sm90"), without, **change)
     assert (found.forward.family, found.backward.family) == ("sm90", "sm80")
     assert found.forward.reason.endswith("; forced")
     assert found.backward.reason.endswith(
         "; first in order of preference that serves it; sm90 has no backward kernels for such a "
         "problem to force"
     )
-    assert found.backward.refused == plan_on_hopper(**change).backward.refused
+    unforced = plan_on_hopper(None, without, **change).backward
+    assert unforced.family == "sm80"
+    assert found.backward.refused == unforced.refused
 
 
 @pytest.mark.parametrize(

@@ -351,26 +351,34 @@ def test_doctored_hopper_code_is_a_fault(old: str, new: str, fault: str) -> None
     assert fault in "\n".join(hopper_faults(old, new))
 
 
-# Columns of dQ that a consumer computes, by head dim and query rows: with 128 rows half of these
+# Columns of dQ that a consumer computes, by head dim and tile: with 128 query rows half of these
 # and all columns, with 64 half of the columns.
-DQ_COLUMNS = {(64, 128): 64, (128, 64): 64, (128, 128): 128}
+DQ_COLUMNS = {(64, 128, 128): 64, (128, 64, 128): 64, (128, 128, 128): 128, (256, 64, 64): 128}
+# With 64 keys both consumers have a dQ in the code, with 128 they share it.
+PRODUCTS = [
+    (tile, product)
+    for tile in DQ_COLUMNS
+    for product in ("S", "dP", "dV", "dK", "dQ", *(["dQ of the other"] if tile[2] == 64 else []))
+]
 
 
-def backward_row(head_dim: int, block_m: int) -> gates.Row:
-    tile = {"head_dim": head_dim, "block_m": block_m, "block_n": 128, "threads": 384}
+def backward_row(head_dim: int, block_m: int, block_n: int) -> gates.Row:
+    tile = {"head_dim": head_dim, "block_m": block_m, "block_n": block_n, "threads": 384}
     return {**HOPPER_ROW, **tile, "pass": "backward"}
 
 
-def backward_sass(head_dim: int, block_m: int) -> str:
-    """A kernel that computes each of the five products once, its name behind each step."""
+def backward_sass(head_dim: int, block_m: int, block_n: int) -> str:
+    """A kernel that has each of its products once, the name behind each step."""
     kernel = (
         "_ZN9flash_ext4sm9014flash_backwardINS0_14BackwardConfigI13__nv_bfloat16"
-        f"Li{head_dim}ELi{block_m}ELi2EEEEEvNS0_20BackwardKernelParamsE"
+        f"Li{head_dim}ELi{block_m}ELi{block_n}ELi2ELi1EEEEEvNS0_20BackwardKernelParamsE"
     )
     first = (block_m, "gdesc[UR12]", head_dim // 16)
     second = (head_dim, "R184, gdesc[UR12].tnspB", block_m // 16)
-    third = (DQ_COLUMNS[head_dim, block_m], "gdesc[UR12].tnspA.tnspB", 128 // 16)
+    third = (DQ_COLUMNS[head_dim, block_m, block_n], "gdesc[UR12].tnspA.tnspB", block_n // 16)
     products = {"S": first, "dP": first, "dV": second, "dQ": third, "dK": second}
+    if block_n == 64:
+        products["dQ of the other"] = third
     lines = [
         *("USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;", "USETMAXREG.DEALLOC.CTAPOOL 0x18 ;"),
         *("UTMALDG.4D [UR16], [UR12] ;", "UTMASTG.4D [UR8], [UR14] ;"),
@@ -381,23 +389,23 @@ def backward_sass(head_dim: int, block_m: int) -> str:
     return f"arch = sm_90a\n\t\tFunction : {kernel}\n{code}"
 
 
-@pytest.mark.parametrize(("head_dim", "block_m"), DQ_COLUMNS)
-def test_hopper_backward_code_is_read(head_dim: int, block_m: int) -> None:
-    row, sass = backward_row(head_dim, block_m), backward_sass(head_dim, block_m)
+@pytest.mark.parametrize("tile", DQ_COLUMNS, ids=str)
+def test_hopper_backward_code_is_read(tile: tuple[int, int, int]) -> None:
+    row, sass = backward_row(*tile), backward_sass(*tile)
     (code,) = gates.codes(sass)
     assert gates.implements(row, code.kernel)
-    for change in ({"pass": "forward"}, {"block_m": 96}, {"head_dim": 256}, {"dtype": "float16"}):
+    sizes = ({size: 96} for size in ("head_dim", "block_m", "block_n"))
+    for change in (*sizes, {"pass": "forward"}, {"dtype": "float16"}):
         assert not gates.implements({**row, **change}, code.kernel)
     assert list(gates.code_faults(row, code)) == []
 
 
-@pytest.mark.parametrize(("head_dim", "block_m"), DQ_COLUMNS)
-@pytest.mark.parametrize("product", ["S", "dP", "dV", "dK", "dQ"])
+@pytest.mark.parametrize(("tile", "product"), PRODUCTS, ids=str)
 def test_missing_product_of_the_backward_pass_is_a_fault(
-    product: str, head_dim: int, block_m: int
+    tile: tuple[int, int, int], product: str
 ) -> None:
     """The whole product, or one of its steps."""
-    row, sass = backward_row(head_dim, block_m), backward_sass(head_dim, block_m)
+    row, sass = backward_row(*tile), backward_sass(*tile)
     lines = sass.splitlines()
     steps = [line for line in lines if f"/* {product} */" in line]
     without = "\n".join(line for line in lines if line not in steps)
@@ -421,7 +429,7 @@ def test_missing_product_of_the_backward_pass_is_a_fault(
     ],
 )
 def test_doctored_hopper_backward_code_is_a_fault(old: str, new: str, fault: str) -> None:
-    row, sass = backward_row(128, 64), backward_sass(128, 64)
+    row, sass = backward_row(128, 64, 128), backward_sass(128, 64, 128)
     assert list(gates.code_faults(row, next(gates.codes(sass)))) == []
     assert fault in "\n".join(doctored_faults(row, sass, old, new))
 

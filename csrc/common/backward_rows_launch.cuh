@@ -20,12 +20,6 @@ int32_t launch_prepare(const PrepareParams& params, void* stream) {
   return launch(kernel, setup, tiles(rows, Rows::kBlockRows), Rows::kThreads, 0, params, stream);
 }
 
-inline GradientSums query_sums(const BackwardParams& params) {
-  const Shape& shape = params.shape;
-  return {params.dq_accum, params.dq,      shape.batch,         shape.seqlen_q,
-          shape.heads_q,   shape.head_dim, params.softmax_scale};
-}
-
 inline GradientSums key_sums(const BackwardParams& params) {
   const Shape& shape = params.shape;
   return {params.dk_accum, params.dk,      shape.batch, shape.seqlen_k,

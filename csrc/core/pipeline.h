@@ -53,13 +53,14 @@ struct RingPosition {
     ptx::mbarrier_arrive_expect_tx(full, bytes);
     return full;
   }
-  // Producer: what it wrote itself is there.
+  // Producer: what it wrote itself is there, a thread or a warp.
   template <int kStages>
   __device__ __forceinline__ void publish(Ring<kStages>& ring) const {
     ptx::mbarrier_arrive(ptx::shared_address(&ring.full[stage(ring)]));
   }
   template <int kStages>
   __device__ __forceinline__ void publish_warp(Ring<kStages>& ring) const {
+    __syncwarp();  // what every lane wrote
     if (threadIdx.x % kWarpSize == 0) publish(ring);
   }
 
@@ -68,7 +69,7 @@ struct RingPosition {
   __device__ __forceinline__ void wait_full(Ring<kStages>& ring) const {
     ptx::mbarrier_wait(ptx::shared_address(&ring.full[stage(ring)]), phase<kStages>());
   }
-  // ... and gives it back: a thread for itself, or for its warp.
+  // ... and gives it back, a thread or a warp.
   template <int kStages>
   __device__ __forceinline__ void arrive_empty(Ring<kStages>& ring) const {
     ptx::mbarrier_arrive(ptx::shared_address(&ring.empty[stage(ring)]));
@@ -82,6 +83,7 @@ struct RingPosition {
   }
   template <int kStages>
   __device__ __forceinline__ void release(Ring<kStages>& ring) const {
+    __syncwarp();  // every lane has read it
     if (threadIdx.x % kWarpSize == 0) arrive_empty(ring);
   }
 

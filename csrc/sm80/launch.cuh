@@ -3,10 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include <type_traits>
 #include <vector>
 
 #include "common/backward_rows_launch.cuh"
+#include "common/describe.h"
 #include "common/device.h"
 #include "common/instance.h"
 #include "common/launch.cuh"
@@ -40,6 +40,12 @@ inline BackwardParams measuring(BackwardParams params) {
   params.dq_turns = nullptr;
   for (View* gradient : {&params.dq, &params.dk, &params.dv}) gradient->data = nullptr;
   return params;
+}
+
+inline GradientSums query_sums(const BackwardParams& params) {
+  const Shape& shape = params.shape;
+  return {params.dq_accum, params.dq,      shape.batch,         shape.seqlen_q,
+          shape.heads_q,   shape.head_dim, params.softmax_scale};
 }
 
 // Three kernels: delta (and a zeroed dQ workspace), the main pass, and the conversion of what it
@@ -77,36 +83,20 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
   return 0;
 }
 
-template <typename T>
-constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-
-// The rows of the table of kernels for one pass, head dim and type.
 template <typename Config>
-constexpr Kernel describe(Pass pass) {
-  return {"sm80",
-          pass,
-          kDType<typename Config::Element>,
-          Config::kFull ? Features::kFull : Features::kLean,
-          Config::kPacked,
-          Config::kHeadDim,
-          Config::kBlockM,
-          Config::kBlockN,
-          Config::kStages,
-          Config::kThreads,
-          sizeof(typename Config::SharedStorage),
-          /*deterministic=*/pass == Pass::kBackward,
-          /*splits_groups=*/pass == Pass::kBackward,
-          /*whole_dq_tiles=*/false};
+constexpr Kernel row(Pass pass) {
+  return describe<Config>("sm80", pass, Config::kFull ? Features::kFull : Features::kLean,
+                          Config::kPacked, /*whole_dq_tiles=*/false);
 }
 
 template <typename... Configs>
 std::vector<Instance> forward_rows(TileList<Configs...>) {
-  return {{describe<Configs>(Pass::kForward), &launch_forward<Configs>, nullptr}...};
+  return {{row<Configs>(Pass::kForward), &launch_forward<Configs>, nullptr}...};
 }
 
 template <typename... Configs>
 std::vector<Instance> backward_rows(TileList<Configs...>) {
-  return {{describe<Configs>(Pass::kBackward), nullptr, &launch_backward<Configs>}...};
+  return {{row<Configs>(Pass::kBackward), nullptr, &launch_backward<Configs>}...};
 }
 
 template <typename T, int kHeadDim>

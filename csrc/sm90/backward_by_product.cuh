@@ -242,7 +242,6 @@ __device__ __forceinline__ void consume_product(const BackwardKernelParams& para
                              problem, at, smem.k, 1, gradient);
       give_back(smem.k_ring);
     }
-    __syncwarp();
     tiles.release(smem.tile_ring);
   }
 }

@@ -32,7 +32,6 @@ __device__ __forceinline__ void stage_dq(typename Config::SharedStorage& smem, R
   for (int i = 0; i < kValues / 4; ++i)
     ptx::store_shared_v4(target + i * kWarpgroupThreads * 16, &dq[part * kValues + 4 * i]);
   ptx::fence_proxy_async_shared();
-  __syncwarp();
   parts.publish_warp(ring);
 }
 
@@ -60,7 +59,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
   using DqTile = typename Config::DqTile;
   constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
   const bool wanted = params.dq.data != nullptr;
-  const bool ordered = wanted && at.ordered != 0;
+  const bool ordered = wanted && params.dq_turns != nullptr;
   auto& ring = smem.dq_ring[consumer];
   const int piece = dq_piece<Config>(consumer);
   for (auto walk = QueryWalk::of<Config>(params, at); !walk.done(); walk = walk.next()) {

@@ -93,7 +93,6 @@ template <int kRows>
 __device__ __forceinline__ void put_rows(float* target, const float (&values)[kRows]) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) target[i * kWarpSize + threadIdx.x % kWarpSize] = values[i];
-  __syncwarp();
 }
 
 // The producer's warp that loads lse and delta: rows past the end have P = 0.
@@ -125,7 +124,6 @@ __device__ __forceinline__ void produce_rows(const BackwardParams& params,
       put_rows(smem.delta[ring.stage(smem.dout_ring)], delta);
       ring.publish_warp(smem.dout_ring);
     }
-    __syncwarp();
     tiles.release(smem.tile_ring);
   }
 }
@@ -196,7 +194,6 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
     stage_rows<DsTile>(smem.ds[ring.stage(smem.ds_ring)][0], ds_operand[0],
                        consumer_row + warp_row);
     ptx::fence_proxy_async_shared();
-    __syncwarp();
     ring.publish_warp(smem.ds_ring);
     // The first tile has none before it. It multiplies all the same, and nobody looks at the
     // result: ptxas would serialise all products for a branch around one.
@@ -270,7 +267,6 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
       ptx::bulk_wait_read<1>();
       tiles.arrive_empty(smem.v_ring);
     }
-    __syncwarp();
     tiles.release(smem.tile_ring);
   }
   ptx::bulk_wait_read<0>();

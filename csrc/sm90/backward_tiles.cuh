@@ -62,7 +62,7 @@ constexpr int kOrderedTiles = 512;
 // The tile with the number `index`.
 template <typename Config>
 __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& params, int index) {
-  if (index >= params.tiles) return {kNoTile, 0, 0, 0, 0, 0, 0};
+  if (index >= params.tiles) return {kNoTile, 0, 0, 0, 0, 0};
   const Shape& shape = params.problem.shape;
   const int tiles = ceil_div(static_cast<int>(shape.seqlen_k), Config::kTileKeys);
   const int shares = shape.heads_k * params.problem.splits;  // of all groups
@@ -78,8 +78,7 @@ __device__ __forceinline__ BackwardTile find_tile(const BackwardKernelParams& pa
           share.kv_head,
           static_cast<int>(at.batch),
           share.first_query_head,
-          share.query_heads,
-          ordered};
+          share.query_heads};
 }
 
 // The number of the tile at `position`, which follows `index`. In order all numbers are drawn, so

@@ -94,12 +94,11 @@ struct ForwardConfig {
 };
 
 // What a block of the backward pass works on.
-struct BackwardTile {
+struct alignas(16) BackwardTile {
   int tile;  // of keys; kNoTile: there is none left
   int first_key;  // of this block
   int kv_head, batch;
   int first_query_head, query_heads;  // that this block walks over
-  int ordered;  // whether additions to dQ wait for their turn
 };
 
 // Backward: a block of one producer warpgroup and two consumers takes kBlockN keys and walks over Q

@@ -377,7 +377,6 @@ __device__ __forceinline__ void consume(const ForwardKernelParams& params,
     if (threadIdx.x % kWarpgroupThreads == 0)
       smem.staged[tiles.stage(smem.q_ring)][consumer] =
           !keys.empty() && params.problem.out_dtype != DType::kFloat32;
-    __syncwarp();
     tiles.publish_warp(smem.out_ring[consumer]);
     tiles.release(smem.tile_ring);
   }

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "common/backward_rows_launch.cuh"
+#include "common/describe.h"
 #include "common/device.h"
 #include "common/error.h"
 #include "common/instance.h"
@@ -45,22 +45,18 @@ inline int32_t heads_in_l2(const Shape& shape) {
 
 template <typename Config>
 int32_t launch_forward(const ForwardParams& problem, void* stream) {
-  constexpr int kSmem = sizeof(typename Config::SharedStorage);
-  const auto kernel = &flash_forward<Config>;
-  static KernelSetup setup(kernel, kSmem);
-
   const Shape& shape = problem.shape;
-  const int64_t query_tiles = (shape.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  const int64_t tiles = query_tiles * shape.heads_q * shape.batch;
-  if (tiles == 0) return 0;
-  if (tiles > std::numeric_limits<int32_t>::max()) return check(cudaErrorInvalidConfiguration);
+  const int64_t query_tiles = tiles(shape.seqlen_q, Config::kBlockM) * shape.heads_q * shape.batch;
+  if (query_tiles == 0) return 0;
+  if (query_tiles > std::numeric_limits<int32_t>::max())
+    return check(cudaErrorInvalidConfiguration);
 
   ForwardKernelParams params;
   params.problem = problem;
   const float units = problem.softmax_scale * kLog2E;
   params.units = units > 0.f ? units : 1.f;
   params.score_factor = units > 0.f ? 1.f : units;
-  params.tiles = static_cast<int32_t>(tiles);
+  params.tiles = static_cast<int32_t>(query_tiles);
   const bool uneven = problem.window.left >= 0 || problem.window.right >= 0;
   params.heads_together = uneven ? heads_in_l2(shape) : 1;
   using QTile = typename Config::QTile;
@@ -82,15 +78,15 @@ int32_t launch_forward(const ForwardParams& problem, void* stream) {
       return error;
   }
 
+  constexpr int kSmem = sizeof(typename Config::SharedStorage);
+  const auto kernel = &flash_forward<Config>;
+  static KernelSetup setup(kernel, kSmem);
+  if (int32_t error = tile_counter(&params.counter, stream)) return error;
   int32_t multiprocessors = 0;
   if (int32_t error = multiprocessor_count(&multiprocessors)) return error;
-  if (int32_t error = setup.prepare()) return error;
-  if (int32_t error = tile_counter(&params.counter, stream)) return error;
-  const int64_t blocks =
-      params.counter == nullptr ? tiles : std::min<int64_t>(tiles, multiprocessors);
-  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSmem,
-           static_cast<cudaStream_t>(stream)>>>(params);
-  return check_launch();
+  const bool persistent = params.counter != nullptr;
+  const int64_t blocks = persistent ? std::min<int64_t>(query_tiles, multiprocessors) : query_tiles;
+  return launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream);
 }
 
 // Three kernels: delta (and a zeroed dQ workspace), the main pass, and the rounding of what it
@@ -161,47 +157,20 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   return 0;
 }
 
-template <typename T>
-constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-
 template <typename T, int kHeadDim>
 std::vector<Instance> forward_instances() {
   using Config = typename Tiles<T, kHeadDim>::Forward;
-  const Kernel row{"sm90",
-                   Pass::kForward,
-                   kDType<T>,
-                   Features::kLean,
-                   /*packed=*/false,
-                   Config::kHeadDim,
-                   Config::kBlockM,
-                   Config::kBlockN,
-                   Config::kStages,
-                   Config::kThreads,
-                   sizeof(typename Config::SharedStorage),
-                   /*deterministic=*/false,
-                   /*splits_groups=*/false,
-                   /*whole_dq_tiles=*/false};
-  return {{row, &launch_forward<Config>, nullptr}};
+  constexpr Kernel kRow = describe<Config>("sm90", Pass::kForward, Features::kLean,
+                                           /*packed=*/false, /*whole_dq_tiles=*/false);
+  return {{kRow, &launch_forward<Config>, nullptr}};
 }
 
 template <typename T, int kHeadDim>
 std::vector<Instance> backward_instances() {
   using Config = typename Tiles<T, kHeadDim>::Backward;
-  const Kernel row{"sm90",
-                   Pass::kBackward,
-                   kDType<T>,
-                   Features::kLean,
-                   /*packed=*/false,
-                   Config::kHeadDim,
-                   Config::kBlockM,
-                   Config::kBlockN,
-                   Config::kStages,
-                   Config::kThreads,
-                   sizeof(typename Config::SharedStorage),
-                   /*deterministic=*/true,
-                   /*splits_groups=*/true,
-                   /*whole_dq_tiles=*/true};
-  return {{row, nullptr, &launch_backward<Config>}};
+  constexpr Kernel kRow = describe<Config>("sm90", Pass::kBackward, Features::kLean,
+                                           /*packed=*/false, /*whole_dq_tiles=*/true);
+  return {{kRow, nullptr, &launch_backward<Config>}};
 }
 
 }  // namespace flash_ext::sm90

@@ -199,12 +199,8 @@ def smem_limit(arch: str) -> int:
 def implements(row: Row, kernel: str) -> bool:
     """Whether a mangled name is that of a row's main kernel: family, pass, element and tile are in
     it, and behind them, as the last two numbers of a generic configuration, whether it has all
-    features and whether it reads packed sequences. In Hopper's backward pass the keys of a tile
-    follow from the number of consumers."""
-    sizes = ["head_dim", "block_m", "block_n"]
-    if (row["family"], row["pass"]) == ("sm90", "backward"):
-        sizes.remove("block_n")
-    tile = "".join(f"Li{row[size]}E" for size in sizes)
+    features and whether it reads packed sequences."""
+    tile = "".join(f"Li{row[size]}E" for size in ("head_dim", "block_m", "block_n"))
     element = MANGLED[row["dtype"]]
     kind = r"(?:Li\d+E)*(?:Lb(\d)ELb(\d)E)?"
     name = rf"4{row['family']}\w*_{row['pass']}I\w*{element}{tile}{kind}"
@@ -288,7 +284,7 @@ class Steps(NamedTuple):
 
 
 def expected_products(row: Row, code: Code) -> dict[Wgmma, Steps]:
-    """What a consumer needs for one tile."""
+    """What the consumers of a block need for one tile, by the code they have."""
     return forward_products(row, code) if row["pass"] == "forward" else backward_products(row)
 
 
@@ -308,16 +304,19 @@ def backward_products(row: Row) -> dict[Wgmma, Steps]:
     registers and B transposed; dQ = dS K, both from shared memory and transposed.
 
     A consumer computes its share of dQ: 64 rows where the tile has as many for each, else columns.
+    Consumers that share 64 keys have code of their own: one for Sᵀ and dV, one for dPᵀ and dK, both
+    for dQ.
     """
     D, kBlockM, kBlockN = (row[size] for size in ("head_dim", "block_m", "block_n"))
     consumers = row["threads"] // WARPGROUP - 1
     dq_columns = D if kBlockM == 64 * consumers else D // consumers
+    codes_of_dq = consumers if kBlockN == 64 else 1
     dtype = row["dtype"]
     return {
         Wgmma(kBlockM, 16, dtype, a_in_registers=False, transposed=""): Steps(D // 16, 2),
         Wgmma(D, 16, dtype, a_in_registers=True, transposed="B"): Steps(kBlockM // 16, 2),
         Wgmma(dq_columns, 16, dtype, a_in_registers=False, transposed="AB"): Steps(
-            kBlockN // 16, 1
+            kBlockN // 16, codes_of_dq
         ),
     }
 
