@@ -352,8 +352,8 @@ def test_doctored_hopper_code_is_a_fault(old: str, new: str, fault: str) -> None
 
 
 # Columns of dQ that a consumer computes, by head dim and tile: with 128 query rows half of these
-# and all columns, with 64 half of the columns.
-DQ_COLUMNS = {(64, 128, 128): 64, (128, 64, 128): 64, (128, 128, 128): 128, (256, 64, 64): 128}
+# and all columns, with 64 half of the columns, and a quarter where two blocks share them.
+DQ_COLUMNS = {(64, 128, 128): 64, (128, 64, 128): 64, (128, 128, 128): 128, (256, 64, 64): 64}
 # With 64 keys both consumers have a dQ in the code, with 128 they share it.
 PRODUCTS = [
     (tile, product)
@@ -375,7 +375,8 @@ def backward_sass(head_dim: int, block_m: int, block_n: int) -> str:
     )
     first = (block_m, "gdesc[UR12]", head_dim // 16)
     second = (head_dim, "R184, gdesc[UR12].tnspB", block_m // 16)
-    third = (DQ_COLUMNS[head_dim, block_m, block_n], "gdesc[UR12].tnspA.tnspB", block_n // 16)
+    # With 64 keys a second block has as many.
+    third = (DQ_COLUMNS[head_dim, block_m, block_n], "gdesc[UR12].tnspA.tnspB", 128 // 16)
     products = {"S": first, "dP": first, "dV": second, "dQ": third, "dK": second}
     if block_n == 64:
         products["dQ of the other"] = third

@@ -305,18 +305,18 @@ def backward_products(row: Row) -> dict[Wgmma, Steps]:
 
     A consumer computes its share of dQ: 64 rows where the tile has as many for each, else columns.
     Consumers that share 64 keys have code of their own: one for Sᵀ and dV, one for dPᵀ and dK, both
-    for dQ.
+    for dQ, which they share with those of a second block and add up over the keys of both.
     """
     D, kBlockM, kBlockN = (row[size] for size in ("head_dim", "block_m", "block_n"))
     consumers = row["threads"] // WARPGROUP - 1
-    dq_columns = D if kBlockM == 64 * consumers else D // consumers
-    codes_of_dq = consumers if kBlockN == 64 else 1
+    paired = kBlockN == 64
+    dq_columns = D if kBlockM == 64 * consumers else D // consumers // (1 + paired)
     dtype = row["dtype"]
     return {
         Wgmma(kBlockM, 16, dtype, a_in_registers=False, transposed=""): Steps(D // 16, 2),
         Wgmma(D, 16, dtype, a_in_registers=True, transposed="B"): Steps(kBlockM // 16, 2),
         Wgmma(dq_columns, 16, dtype, a_in_registers=False, transposed="AB"): Steps(
-            kBlockN // 16, codes_of_dq
+            kBlockN * (1 + paired) // 16, consumers if paired else 1
         ),
     }
 
