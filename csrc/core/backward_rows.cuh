@@ -8,6 +8,7 @@
 #include "core/gradient_workspace.h"
 #include "core/layout.h"
 #include "params.h"
+#include "ptx/grid_dependency.h"
 
 namespace flash_ext {
 
@@ -49,6 +50,7 @@ struct PrepareParams {
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads)
     flash_backward_prepare(const __grid_constant__ PrepareParams prepare) {
+  ptx::launch_dependents();
   const BackwardParams& params = prepare.problem;
   using T = typename Config::Element;
   const Shape& shape = params.shape;

@@ -10,6 +10,7 @@
 #include "core/pipeline.h"
 #include "core/turns.h"
 #include "ptx/bulk.h"
+#include "ptx/grid_dependency.h"
 #include "sm90/backward_products.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/config.h"
@@ -91,6 +92,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
 template <typename Config>
 __device__ __forceinline__ void store_dq(const BackwardParams& params,
                                          typename Config::SharedStorage& smem, int consumer) {
+  ptx::wait_for_prerequisites();  // it clears the workspace
   RingPosition parts;
   for (RingPosition tiles;; tiles = tiles.next()) {
     tiles.wait_full(smem.tile_ring);
@@ -136,6 +138,7 @@ struct RoundDq {
 template <typename Config>
 __global__ void __launch_bounds__(RoundDq<Config>::kThreads)
     flash_backward_round(const __grid_constant__ BackwardParams params) {
+  ptx::wait_for_prerequisites();
   using T = typename Config::Element;
   using DqTile = typename Config::DqTile;
   using Round = RoundDq<Config>;

@@ -25,6 +25,7 @@
 #include "core/softmax.h"
 #include "ptx/barrier.h"
 #include "ptx/elect.h"
+#include "ptx/grid_dependency.h"
 #include "ptx/proxy_fence.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/wgmma.h"
@@ -101,6 +102,7 @@ __device__ __forceinline__ void produce_rows(const BackwardParams& params,
                                              typename Config::SharedStorage& smem) {
   constexpr int kRows = Config::kBlockM / kWarpSize;  // of a lane
   const int lane = threadIdx.x % kWarpSize;
+  ptx::wait_for_prerequisites();  // delta comes from the kernel ahead
   RingPosition ring;
   for (RingPosition tiles;; tiles = tiles.next()) {
     tiles.wait_full(smem.tile_ring);
@@ -275,6 +277,7 @@ __device__ __forceinline__ void consume(const BackwardKernelParams& params,
 template <typename Config>
 __global__ void __cluster_dims__(Config::kBlocks, 1, 1) __launch_bounds__(Config::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardKernelParams params) {
+  ptx::launch_dependents();
   extern __shared__ __align__(1024) char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0);

@@ -90,7 +90,8 @@ int32_t launch_forward(const ForwardParams& problem, void* stream) {
 }
 
 // Three kernels: delta (and a zeroed dQ workspace), the main pass, and the rounding of what it
-// added up: dQ, and with splits dK and dV.
+// added up: dQ, and with splits dK and dV. The first two of the next ones start early, so nothing
+// may come between the three.
 template <typename Config>
 int32_t launch_backward(const BackwardParams& problem, void* stream) {
   using QTile = typename Config::QTile;
@@ -100,10 +101,10 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   using DqTile = typename Config::DqTile;
   const PrepareParams prepare{problem, DqTile::tiles(shape.seqlen_q) * Config::kBlockM,
                               Config::kHeadDim};
-  if (int32_t error = launch_prepare<Rows>(prepare, stream)) return error;
   const GradientSums dk = key_sums(problem), dv = value_sums(problem);
   for (const GradientSums& sums : {dk, dv})
     if (int32_t error = clear_sums(sums, stream)) return error;
+  if (int32_t error = launch_prepare<Rows>(prepare, stream)) return error;
 
   BackwardKernelParams params;
   params.problem = problem;
@@ -137,19 +138,20 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   if (!ordered) {
     if (int32_t error = tile_counter(&params.counter, stream)) return error;
   }
+  const Start start = shape.seqlen_q == 0 ? Start::kInOrder : Start::kEarly;  // nothing prepared
   int32_t multiprocessors = 0;
   if (int32_t error = multiprocessor_count(&multiprocessors)) return error;
   const bool persistent = ordered || params.counter != nullptr;
   const int64_t clusters =
       persistent ? std::min<int64_t>(key_tiles, multiprocessors / Config::kBlocks) : key_tiles;
   if (int32_t error = launch(kernel, setup, clusters * Config::kBlocks, Config::kThreads, kSmem,
-                             params, stream))
+                             params, stream, start))
     return error;
   if (problem.dq.data != nullptr) {
     const auto round = &flash_backward_round<Config>;
     static KernelSetup round_setup(round, 0);
     if (int32_t error = launch(round, round_setup, RoundDq<Config>::blocks(shape),
-                               RoundDq<Config>::kThreads, 0, problem, stream))
+                               RoundDq<Config>::kThreads, 0, problem, stream, Start::kEarly))
       return error;
   }
   for (const GradientSums& sums : {dk, dv})
