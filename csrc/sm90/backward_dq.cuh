@@ -17,7 +17,7 @@
 
 namespace flash_ext::sm90 {
 
-// Leaves one part of a consumer's piece of a tile's dQ to its storer, in the order of the
+// Leaves one part of a consumer's half of a tile's dQ to its storer, in the order of the
 // accumulator's registers.
 template <typename Config>
 __device__ __forceinline__ void stage_dq(typename Config::SharedStorage& smem, RingPosition tile,
@@ -36,41 +36,39 @@ __device__ __forceinline__ void stage_dq(typename Config::SharedStorage& smem, R
   parts.publish_warp(ring);
 }
 
-// The turn of one piece of a tile of dQ: key tiles add to it from the first to the last.
+// The turn of one piece of the kTurnRows query rows that hold a tile: key tiles add to them from
+// the first to the last.
 template <typename Config>
 __device__ __forceinline__ Turn dq_turn(const BackwardParams& params, const BackwardTile& at,
                                         const QueryWalk& walk, int piece) {
-  constexpr int kTiles =
-      kTurnRows / Config::kBlockM;  // for whose pieces there are as many counters
-  constexpr int kCounters = Config::kThreads / kWarpSize;
-  static_assert(kTiles * Config::kDqPieces <= kCounters);
   const int seqlen_q = static_cast<int>(params.shape.seqlen_q);
-  const int first_row = walk.tile * Config::kBlockM;
+  const int turn = walk.tile / (kTurnRows / Config::kBlockM);
   const Range touched = BandMask(params.shape, params.window)
                             .template touched_key_tiles<Config::kTileKeys>(
-                                {first_row, min(first_row + Config::kBlockM, seqlen_q)});
-  const int64_t counters =
-      (int64_t{walk.head} * ceil_div(seqlen_q, kTurnRows) + walk.tile / kTiles) * kCounters;
-  return {params.dq_turns + 1 + counters + walk.tile % kTiles * Config::kDqPieces + piece,
+                                {turn * kTurnRows, min((turn + 1) * kTurnRows, seqlen_q)});
+  const int64_t counter = int64_t{walk.head} * ceil_div(seqlen_q, kTurnRows) + turn;
+  return {params.dq_turns + 1 + counter * (Config::kThreads / kWarpSize) + piece,
           at.tile - touched.begin};
 }
 
-// Adds one consumer's piece of each dQ of a tile's walk, part by part. In order it waits for its
-// turn, and passes it on when all is added.
+// Adds one consumer's half of each dQ of a tile's walk, part by part. In order it begins its turn
+// with the first query tile of the turn and passes it on after the last, when all is added.
 template <typename Config>
 __device__ __forceinline__ void add_dq(const BackwardParams& params,
                                        typename Config::SharedStorage& smem, const BackwardTile& at,
                                        RingPosition& parts, int consumer) {
   using DqTile = typename Config::DqTile;
+  constexpr int kTurnTiles = kTurnRows / Config::kBlockM;
   const bool wanted = params.dq.data != nullptr;
   const bool ordered = wanted && params.dq_turns != nullptr;
   auto& ring = smem.dq_ring[consumer];
   const int piece = dq_piece<Config>(consumer);
   for (auto walk = QueryWalk::of<Config>(params, at); !walk.done(); walk = walk.next()) {
+    const bool begins_turn = walk.tile + 1 == walk.tiles.end || (walk.tile + 1) % kTurnTiles == 0;
+    const bool ends_turn = walk.tile == walk.tiles.begin || walk.tile % kTurnTiles == 0;
+    if (ordered && begins_turn) dq_turn<Config>(params, at, walk, piece).wait_alone();
     const int64_t tile = int64_t{walk.head} * DqTile::tiles(params.shape.seqlen_q) + walk.tile;
     float* const target = params.dq_accum + tile * DqTile::kFloats + piece * DqTile::kPieceFloats;
-    const Turn turn = dq_turn<Config>(params, at, walk, piece);
-    if (ordered) turn.wait_alone();
 #pragma unroll 1
     for (int part = 0; part < Config::kDqParts; ++part, parts = parts.next()) {
       parts.wait_full(ring);
@@ -83,9 +81,9 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params,
       }
       parts.arrive_empty(ring);
     }
-    if (ordered) {
+    if (ordered && ends_turn) {
       ptx::bulk_wait<0>();
-      turn.pass_alone();
+      dq_turn<Config>(params, at, walk, piece).pass_alone();
     }
   }
 }
