@@ -20,7 +20,8 @@ struct Kernel {
   DType dtype;
   Features features;
   bool packed;       // can serve packed sequences, beside dense ones
-  int32_t head_dim;  // serves max(D, Dv) up to this
+  int32_t head_dim;    // serves D up to this ...
+  int32_t head_dim_v;  // ... and Dv up to this
   int32_t block_m;   // query rows of a tile
   int32_t block_n;   // key rows of a tile
   int32_t stages;    // K/V (forward) or Q/dO (backward) tiles in flight

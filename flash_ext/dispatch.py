@@ -47,7 +47,8 @@ class Kernel:
     family: str
     pass_: str  # "forward" or "backward"
     dtype: str
-    head_dim: int  # serves max(D, Dv) up to this
+    head_dim: int  # serves D up to this
+    head_dim_v: int  # serves Dv up to this
     features: str  # "lean", or "full": also softcap, ALiBi, bias and dropout
     block_m: int  # query rows of a tile
     block_n: int  # key rows of a tile
@@ -62,6 +63,7 @@ class Kernel:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Kernel:
         facts = {
+            "head_dim_v": row["head_dim"],
             "deterministic": True,
             "splits_groups": False,
             "packed": False,
@@ -75,9 +77,18 @@ class Kernel:
         """Features, and whether it is a lean one for packed sequences."""
         return "packed lean" if self.packed and self.features == "lean" else self.features
 
+    @property
+    def head_dims(self) -> str:
+        """Up to which it serves."""
+        narrow = f" with values up to {self.head_dim_v}" if self.head_dim_v < self.head_dim else ""
+        return f"{self.head_dim}{narrow}"
+
+    def serves_dims_of(self, problem: Problem) -> bool:
+        return self.head_dim >= problem.D and self.head_dim_v >= problem.Dv
+
     def __str__(self) -> str:
         return (
-            f"{self.kind} kernel for head dims up to {self.head_dim}, "
+            f"{self.kind} kernel for head dims up to {self.head_dims}, "
             f"tile {self.block_m} x {self.block_n}, {self.stages} stages, {self.threads} threads, "
             f"{self.smem_bytes / 1024:.0f} KiB of shared memory"
         )
@@ -282,7 +293,7 @@ def _choose(
             passed_over = tuple(dict.fromkeys(refused))
             split = _split(row, problem, hardware.multiprocessors)
             return Choice(row.family, row, f"{row}; {why}", passed_over, *split)
-        refused.append(f"{row.family}, head dims up to {row.head_dim}, {row.kind}: {reason}")
+        refused.append(f"{row.family}, head dims up to {row.head_dims}, {row.kind}: {reason}")
     if not rows:
         reason = f"no kernel for {dtype} is compiled"
     elif max(problem.D, problem.Dv) > max(row.head_dim for row in rows):
@@ -297,15 +308,16 @@ def _choose(
 
 def _is_made_for(row: Kernel, problem: Problem) -> bool:
     """Whether a kernel reads tensors of this kind at all, whatever else is asked of it."""
-    fits = max(problem.D, problem.Dv) <= row.head_dim and (row.packed or not problem.varlen)
+    fits = row.serves_dims_of(problem) and (row.packed or not problem.varlen)
     return fits and row.dtype == name_of(problem.dtype)
 
 
 def _unfit(row: Kernel, problem: Problem, smem_limit: int) -> str | None:
     """Why a kernel that the hardware runs cannot serve the problem; None if it can."""
-    head_dim = max(problem.D, problem.Dv)
-    if head_dim > row.head_dim:
-        return f"the head dim is {head_dim}"
+    if not row.serves_dims_of(problem):
+        if row.head_dim >= problem.D:
+            return f"the head dim of the values is {problem.Dv}"
+        return f"the head dim is {problem.D}"
     if problem.varlen and not row.packed:
         return "does not read packed sequences"
     if problem.modifiers and row.features != "full":

@@ -180,7 +180,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert "present" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--head-dims", "96"], ["--dtype", "float32"]])
+@pytest.mark.parametrize("arguments", [["--head-dims", "40"], ["--dtype", "float32"]])
 def test_arguments_that_nothing_serves(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,7 +183,9 @@ def test_forced_family() -> None:
 
 # On Hopper: kernels of its own for both passes, lean and dense.
 OF_HOPPER = [
-    *(row("sm90", "forward", D, 128, 190) for D in (64, 128, 256)),
+    *(row("sm90", "forward", D, 128, 190) for D in (64, 96, 128)),
+    row("sm90", "forward", 192, 128, 210, head_dim_v=128),
+    *(row("sm90", "forward", D, 128, 200) for D in (192, 256)),
     *(row("sm90", "backward", D, 64, 200, whole_dq_tiles=True) for D in (64, 128, 256)),
 ]
 GENERIC = [
@@ -201,6 +203,28 @@ def plan_on_hopper(
     kernels = [Kernel.of(item) for item in rows]
     hopper = Hardware.absent(HOPPER)
     return dispatch.plan(replace(PROBLEM, **change), kernels, ARCHS, hopper, forced)
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "served"),
+    [
+        (72, 96, "96,"),
+        (192, 128, "192 with values up to 128,"),
+        (136, 8, "192 with values up to 128,"),
+        (192, 136, "192,"),
+        (128, 192, "192,"),
+        (200, 128, "256,"),
+    ],
+)
+def test_narrow_values_have_a_kernel_of_their_own(D: int, Dv: int, served: str) -> None:
+    forward = plan_on_hopper(D=D, Dv=Dv).forward
+    assert forward.family == "sm90"
+    assert forward.reason.startswith(f"lean kernel for head dims up to {served}")
+    if Dv == 136:
+        assert (
+            "sm90, head dims up to 192 with values up to 128, lean: the head dim of the values is "
+            "136"
+        ) in forward.refused
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -130,6 +130,7 @@ ROW = {
     "pass": "forward",
     "dtype": "float16",
     "head_dim": 64,
+    "head_dim_v": 64,
     "features": "lean",
     "packed": False,
     "block_m": 128,

@@ -21,6 +21,7 @@ py::list kernels() {
     entry["pass"] = pass_name(row.pass);
     entry["dtype"] = dtype_name(row.dtype);
     entry["head_dim"] = row.head_dim;
+    entry["head_dim_v"] = row.head_dim_v;
     entry["features"] = features_name(row.features);
     entry["packed"] = row.packed;
     entry["block_m"] = row.block_m;

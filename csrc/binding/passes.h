@@ -91,12 +91,11 @@ inline Shape read_shape(const Kernel& row, Axes axes, const Tensor& q, const Ten
     fail<py::value_error>("q", std::to_string(heads_q) + " and " + std::to_string(heads_k),
                           "a number of heads that is a multiple of k's");
   }
-  for (const Tensor* tensor : {&q, &v}) {
+  for (const auto& [tensor, most] : {std::pair{&q, row.head_dim}, std::pair{&v, row.head_dim_v}}) {
     const int64_t dim = tensor->shape[3];
-    if (dim <= 0 || dim % 8 != 0 || dim > row.head_dim) {
-      fail<py::value_error>(
-          tensor->name, std::to_string(dim),
-          "a head dim that is a multiple of 8 up to " + std::to_string(row.head_dim));
+    if (dim <= 0 || dim % 8 != 0 || dim > most) {
+      fail<py::value_error>(tensor->name, std::to_string(dim),
+                            "a head dim that is a multiple of 8 up to " + std::to_string(most));
     }
   }
   return {batch,

@@ -12,6 +12,12 @@ namespace flash_ext {
 template <typename T>
 constexpr DType kDType = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
 
+// Most columns of V: those of Q and K, unless a configuration says otherwise.
+template <typename Config, typename = int>
+constexpr int kHeadDimV = Config::kHeadDim;
+template <typename Config>
+constexpr int kHeadDimV<Config, decltype(Config::kHeadDimV, 0)> = Config::kHeadDimV;
+
 template <typename Config>
 constexpr Kernel describe(const char* family, Pass pass, Features features, bool packed,
                           bool whole_dq_tiles) {
@@ -21,6 +27,7 @@ constexpr Kernel describe(const char* family, Pass pass, Features features, bool
           features,
           packed,
           Config::kHeadDim,
+          kHeadDimV<Config>,
           Config::kBlockM,
           Config::kBlockN,
           Config::kStages,

@@ -48,12 +48,14 @@ struct ForwardTile {
 };
 
 // Forward: a block of one producer warpgroup and kBlockM / 64 consumers owns kBlockM query rows and
-// walks over K and V in tiles of kBlockN keys, kStages of each in shared memory.
+// walks over K and V in tiles of kBlockN keys, kStages of each in shared memory. V and O may be
+// narrower than Q and K.
 template <typename T, int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_,
-          bool kQInRegisters_>
+          bool kQInRegisters_, int kHeadDimV_ = kHeadDim_>
 struct ForwardConfig {
   using Element = T;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
@@ -77,12 +79,15 @@ struct ForwardConfig {
   static_assert(kBlockN % 16 == 0, "P V takes 16 keys a step");
 
   using QTile = SlabTile<kBlockM, kHeadDim>;
-  using KTile = SlabTile<kBlockN, kHeadDim>;  // V has the same tile
+  using KTile = SlabTile<kBlockN, kHeadDim>;
+  using VTile = SlabTile<kBlockN, kHeadDimV>;
+  static constexpr int kOutSlabs = VTile::kSlabs;  // of QTile, where a consumer leaves its O
+  static_assert(kHeadDimV <= kHeadDim && VTile::kSlabCols == QTile::kSlabCols);
 
   struct SharedStorage {
     alignas(1024) char q[kQStages][QTile::kBytes];  // a tile of Q becomes the staging buffer of O
     alignas(1024) char k[kStages][KTile::kBytes];
-    alignas(1024) char v[kStages][KTile::kBytes];
+    alignas(1024) char v[kStages][VTile::kBytes];
     ForwardTile tile[2];  // this one and the next
     int staged[kQStages][kConsumers];  // whether O lies in the buffer of Q, to be stored
     Ring<2> tile_ring;
@@ -181,11 +186,25 @@ struct BackwardConfig {
 template <typename T, int kHeadDim>
 struct Tiles;
 
+// Head dims with a forward kernel for narrow values besides.
+constexpr bool has_narrow_forward(int head_dim) { return head_dim == 192; }
+
+// Head dims with a backward kernel; it serves those below too.
+constexpr bool has_backward(int head_dim) {
+  return head_dim == 64 || head_dim == 128 || head_dim == 256;
+}
+
 // D 64: three consumers, because exponentials and products take equally long.
 template <typename T>
 struct Tiles<T, 64> {
   using Forward = ForwardConfig<T, 64, 192, 128, 4, 2, false>;
   using Backward = BackwardConfig<T, 64, 128, 128, 2, 2>;
+};
+
+// D 96: likewise, with as many keys as 160 registers hold scores for beside O.
+template <typename T>
+struct Tiles<T, 96> {
+  using Forward = ForwardConfig<T, 96, 192, 96, 4, 2, false>;
 };
 
 // D 128: two consumers have registers for Q beside S, O and P.
@@ -195,7 +214,15 @@ struct Tiles<T, 128> {
   using Backward = BackwardConfig<T, 128, 64, 128, 2, 2>;
 };
 
-// D 256: shared memory has room for one tile of Q, and in the backward pass of dO.
+// D 192: shared memory has room for one tile of Q, and for more keys where V is as narrow as in
+// multi-head latent attention.
+template <typename T>
+struct Tiles<T, 192> {
+  using Forward = ForwardConfig<T, 192, 128, 96, 2, 1, false>;
+  using NarrowForward = ForwardConfig<T, 192, 128, 128, 2, 1, false, 128>;
+};
+
+// D 256: the same, and in the backward pass one of dO.
 template <typename T>
 struct Tiles<T, 256> {
   using Forward = ForwardConfig<T, 256, 128, 64, 2, 1, false>;

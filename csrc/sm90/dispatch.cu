@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "sm90/config.h"
+
 namespace flash_ext::sm90 {
 
 // Defined in inst/, one file per pass and head dim, for both types.
@@ -19,7 +21,8 @@ namespace {
 template <typename T, int kHeadDim>
 std::vector<Instance> instances_of() {
   std::vector<Instance> rows = forward_instances<T, kHeadDim>();
-  for (const Instance& row : backward_instances<T, kHeadDim>()) rows.push_back(row);
+  if constexpr (has_backward(kHeadDim))
+    for (const Instance& row : backward_instances<T, kHeadDim>()) rows.push_back(row);
   return rows;
 }
 

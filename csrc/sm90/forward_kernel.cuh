@@ -64,6 +64,7 @@ __device__ __forceinline__ void produce(const ForwardKernelParams& params,
                                         typename Config::SharedStorage& smem) {
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
+  using VTile = typename Config::VTile;
   RingPosition tiles;  // of tiles and of Q
   RingPosition k_ring, v_ring;
   int next = blockIdx.x;
@@ -83,8 +84,8 @@ __device__ __forceinline__ void produce(const ForwardKernelParams& params,
     };
     const auto load_v = [&](int n) {
       v_ring.wait_empty(smem.v_ring);
-      load_tile<KTile>(smem.v[v_ring.stage(smem.v_ring)], params.v, n * Config::kBlockN, kv_head,
-                       batch, v_ring.expect(smem.v_ring, KTile::kBytes));
+      load_tile<VTile>(smem.v[v_ring.stage(smem.v_ring)], params.v, n * Config::kBlockN, kv_head,
+                       batch, v_ring.expect(smem.v_ring, VTile::kBytes));
       v_ring = v_ring.next();
     };
     if (touched.begin == touched.end) {
@@ -128,12 +129,13 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
                                        typename Config::SharedStorage& smem, ForwardTile& tile,
                                        const KeyTiles& keys, const char* q_tile, RingPosition& ring,
                                        int consumer, OnlineSoftmax<1>& softmax,
-                                       float (&out)[Config::kHeadDim / 2]) {
+                                       float (&out)[Config::kHeadDimV / 2]) {
   using T = typename Config::Element;
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
+  using VTile = typename Config::VTile;
   constexpr int kN = Config::kBlockN / 8;  // 8-key columns of S
-  constexpr int kD = Config::kHeadDim / 8;  // 8-column tiles of O
+  constexpr int kD = Config::kHeadDimV / 8;  // 8-column tiles of O
   constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
   const WgmmaOperand<QTile, ptx::Major::kK> q(ptx::shared_address(q_tile) +
                                               WarpRows(consumer).consumer_row * QTile::kLineBytes);
@@ -158,11 +160,11 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
     ptx::wgmma_commit();
   };
   const auto multiply_pv = [&](int stage, bool accumulate) {  // O += P V
-    const WgmmaOperand<KTile, ptx::Major::kMN> v(ptx::shared_address(smem.v[stage]));
+    const WgmmaOperand<VTile, ptx::Major::kMN> v(ptx::shared_address(smem.v[stage]));
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 16; ++step)
-      ptx::wgmma<T, Config::kHeadDim, ptx::Major::kMN>(out, p[0][step], v.at(step),
+      ptx::wgmma<T, Config::kHeadDimV, ptx::Major::kMN>(out, p[0][step], v.at(step),
                                                        accumulate || step > 0);
     ptx::wgmma_commit();
   };
@@ -195,11 +197,11 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
     ring.wait_full(smem.v_ring);
     const uint32_t v_tile = ptx::shared_address(smem.v[ring.stage(smem.v_ring)]);
     const int lane = threadIdx.x % kWarpSize;
-    spread_nonfinite<T, KTile, Config::kBlockN>(
+    spread_nonfinite<T, VTile, Config::kBlockN>(
         result, BandMask(params.problem.shape, params.problem.window), v_tile,
         read_field(tile.first_row) + WarpRows(consumer).row + lane / 4, n * Config::kBlockN, lane);
     ptx::barrier_sync<kConsumerThreads>(kAllConsumers);
-    zero_nonfinite<T, KTile, kConsumerThreads>(v_tile, threadIdx.x - kWarpgroupThreads);
+    zero_nonfinite<T, VTile, kConsumerThreads>(v_tile, threadIdx.x - kWarpgroupThreads);
     ptx::fence_proxy_async_shared();
     ptx::barrier_sync<kConsumerThreads>(kAllConsumers);
   };
@@ -251,7 +253,7 @@ template <typename Config>
 __device__ __forceinline__ bool finish_rows(const ForwardParams& problem, const ForwardTile& tile,
                                             const KeyTiles& keys, int row,
                                             const OnlineSoftmax<1>& softmax,
-                                            float (&out)[1][Config::kHeadDim / 8][4]) {
+                                            float (&out)[1][Config::kHeadDimV / 8][4]) {
   const int lane = threadIdx.x % kWarpSize;
   const int head = read_field(tile.head), batch = read_field(tile.batch);
   const int first_row = read_field(tile.first_row) + row + lane / 4;
@@ -279,11 +281,11 @@ template <typename Config>
 __device__ __forceinline__ void write_output(const ForwardKernelParams& params, ForwardTile& tile,
                                              const KeyTiles& keys, char* q_tile, int consumer,
                                              const OnlineSoftmax<1>& softmax,
-                                             float (&out)[Config::kHeadDim / 2]) {
+                                             float (&out)[Config::kHeadDimV / 2]) {
   const ForwardParams& problem = params.problem;
   const int row = WarpRows(consumer).row;
   const int lane = threadIdx.x % kWarpSize;
-  auto& result = reinterpret_cast<float (&)[1][Config::kHeadDim / 8][4]>(out);
+  auto& result = reinterpret_cast<float (&)[1][Config::kHeadDimV / 8][4]>(out);
   if (finish_rows<Config>(problem, tile, keys, row, softmax, result)) tile.suspect = 1;
 
   if (problem.out_dtype == DType::kFloat32) {
@@ -293,7 +295,7 @@ __device__ __forceinline__ void write_output(const ForwardKernelParams& params, 
                     static_cast<int>(problem.shape.seqlen_q), problem.shape.head_dim_v, result,
                     read_field(tile.first_row) + row + lane / 4, lane);
   } else {
-    uint32_t rounded[1][Config::kHeadDim / 16][4];
+    uint32_t rounded[1][Config::kHeadDimV / 16][4];
     to_operand<typename Config::Element>(rounded, result);
     stage_rows<typename Config::QTile>(q_tile, rounded[0], row);
     ptx::fence_proxy_async_shared();
@@ -316,7 +318,7 @@ __device__ __forceinline__ void store(const ForwardKernelParams& params,
       if (tile.guarded != 0) ptx::bulk_wait<0>();  // what the first walk wrote
       const uint32_t staging = ptx::shared_address(smem.q[stage]);
 #pragma unroll
-      for (int slab = 0; slab < QTile::kSlabs; ++slab)
+      for (int slab = 0; slab < Config::kOutSlabs; ++slab)
         ptx::tma_store(&params.out.map,
                        {slab * QTile::kSlabCols, tile.first_row + consumer_row,
                         tile.head * params.out.head_step, tile.batch * params.out.batch_step},
@@ -369,7 +371,7 @@ __device__ __forceinline__ void consume(const ForwardKernelParams& params,
     } else {
       char* const q_tile = smem.q[tiles.stage(smem.q_ring)];
       OnlineSoftmax<1> softmax;
-      float out[Config::kHeadDim / 2];
+      float out[Config::kHeadDimV / 2];
       softmax.clear();
       attend<Config>(params, smem, tile, keys, q_tile, kv_ring, consumer, softmax, out);
       write_output<Config>(params, tile, keys, q_tile, consumer, softmax, out);

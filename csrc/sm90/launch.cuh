@@ -61,6 +61,7 @@ int32_t launch_forward(const ForwardParams& problem, void* stream) {
   params.heads_together = uneven ? heads_in_l2(shape) : 1;
   using QTile = typename Config::QTile;
   using KTile = typename Config::KTile;
+  using VTile = typename Config::VTile;
   if (int32_t error = map_tensor<QTile>(params.q, problem.q, shape, shape.seqlen_q, shape.heads_q,
                                         shape.head_dim, Config::kBlockM))
     return error;
@@ -68,7 +69,7 @@ int32_t launch_forward(const ForwardParams& problem, void* stream) {
     if (int32_t error = map_tensor<KTile>(params.k, problem.k, shape, shape.seqlen_k, shape.heads_k,
                                           shape.head_dim, Config::kBlockN))
       return error;
-    if (int32_t error = map_tensor<KTile>(params.v, problem.v, shape, shape.seqlen_k, shape.heads_k,
+    if (int32_t error = map_tensor<VTile>(params.v, problem.v, shape, shape.seqlen_k, shape.heads_k,
                                           shape.head_dim_v, Config::kBlockN))
       return error;
   }
@@ -159,12 +160,21 @@ int32_t launch_backward(const BackwardParams& problem, void* stream) {
   return 0;
 }
 
-template <typename T, int kHeadDim>
-std::vector<Instance> forward_instances() {
-  using Config = typename Tiles<T, kHeadDim>::Forward;
+template <typename Config>
+Instance forward_instance() {
   constexpr Kernel kRow = describe<Config>("sm90", Pass::kForward, Features::kLean,
                                            /*packed=*/false, /*whole_dq_tiles=*/false);
-  return {{kRow, &launch_forward<Config>, nullptr}};
+  return {kRow, &launch_forward<Config>, nullptr};
+}
+
+template <typename T, int kHeadDim>
+std::vector<Instance> forward_instances() {
+  using Rows = Tiles<T, kHeadDim>;
+  if constexpr (has_narrow_forward(kHeadDim))
+    return {forward_instance<typename Rows::NarrowForward>(),
+            forward_instance<typename Rows::Forward>()};
+  else
+    return {forward_instance<typename Rows::Forward>()};
 }
 
 template <typename T, int kHeadDim>

@@ -295,7 +295,7 @@ def forward_products(row: Row, code: Code) -> dict[Wgmma, Steps]:
     s = Wgmma(kBlockN, 16, row["dtype"], a_in_registers=True, transposed="")
     if not code.products[s]:
         s = s._replace(a_in_registers=False)
-    o = Wgmma(D, 16, row["dtype"], a_in_registers=True, transposed="B")
+    o = Wgmma(row["head_dim_v"], 16, row["dtype"], a_in_registers=True, transposed="B")
     return {s: Steps(D // 16, 1), o: Steps(kBlockN // 16, 1)}
 
 
