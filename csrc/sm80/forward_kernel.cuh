@@ -100,15 +100,17 @@ __device__ __forceinline__ bool has_bias(const ForwardParams& params) {
 }
 
 // Brings raw scores (16 kM, 8 kN) of this warp's rows to what the softmax sees, masks aside. `key`
-// is that of this lane's first element.
+// is that of this lane's first element. Returns what the scores are still to be multiplied by.
 template <typename Config, int kM, int kN>
-__device__ __forceinline__ void modify_scores(float (&scores)[kM][kN][4],
-                                              const ForwardParams& params,
-                                              const typename Config::SharedStorage& smem, int key) {
+__device__ __forceinline__ float modify_scores(float (&scores)[kM][kN][4],
+                                               const ForwardParams& params,
+                                               const typename Config::SharedStorage& smem,
+                                               int key) {
   const ForwardPlace<Config> place(params, smem);
-  cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
-  add_biases<Axes::kQueriesDown>(scores, params.modifiers, shape_of<Config>(params, smem),
-                                 {place.at.batch, place.at.head, place.lane_row, key});
+  const float units = cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
+  return add_biases<Axes::kQueriesDown>(scores, units, params.modifiers,
+                                        shape_of<Config>(params, smem),
+                                        {place.at.batch, place.at.head, place.lane_row, key});
 }
 
 // Drops probabilities (16 kM, 8 kN) of this warp's rows; `first_key` is the tile's.
@@ -181,7 +183,6 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     v_loader.set_rows(kMaxSeqlen);
   }
 
-  const float units = params.softmax_scale * kLog2E;
   const auto q_rows = lane_offsets<QTile, RowFirst>(
       ptx::shared_address(smem.q) + place.warp_row * QTile::kRowBytes, lane);
 
@@ -213,15 +214,18 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     clear(scores);
     gemm_rows_rows<T, Config::kHeadDim / 16>(scores, q_rows,
                                              lane_offsets<KTile, ChunkFirst>(k_tile, lane));
+    float units = params.softmax_scale * kLog2E;
     if constexpr (Config::kFull)
-      modify_scores<Config>(scores, params, smem, tile * kBlockN + lane % 4 * 2);
-    else if (params.softmax_scale <= 0.f)
-      scale(scores, units);  // the softmax folds units > 0 only
+      units = modify_scores<Config>(scores, params, smem, tile * kBlockN + lane % 4 * 2);
+    if (units <= 0.f) {  // the softmax folds units > 0 only
+      scale(scores, units);
+      units = 1.f;
+    }
     if (masked)
       apply_mask(scores, BandMask(shape_of<Config>(params, smem), params.window),
                  ForwardPlace<Config>(params, smem).lane_row, tile * kBlockN + lane % 4 * 2);
 
-    softmax.step(scores, out, !Config::kFull && params.softmax_scale > 0.f ? units : 1.f);
+    softmax.step(scores, out, units);
     if constexpr (Config::kFull) drop<Config>(scores, params, smem, tile * kBlockN);
 
     uint32_t p[kM][kN / 2][4];  // (16 kM, 8 kN) as A fragments
