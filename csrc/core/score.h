@@ -3,8 +3,12 @@
 //   units * q.k   ->   cap * tanh(. / cap)   ->   - slope * |i + Sk - Sq - j|   ->   + bias
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/bias.h"
 #include "core/element.h"
@@ -93,8 +97,25 @@ __device__ __forceinline__ float cap_scores(float (&scores)[kM][kN][4],
   return softcap * kLog2E;
 }
 
-// ALiBi (Press et al. 2021) and the bias. `units` are what the scores are still to be multiplied by,
-// and the return value what they are after that.
+// Multiplies P by that derivative, both as A fragments in T; the product takes the latter's place.
+template <typename T, int kM, int kK>
+__device__ __forceinline__ void multiply(uint32_t (&slopes)[kM][kK][4],
+                                         const uint32_t (&p)[kM][kK][4]) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int k = 0; k < kK; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Pair product = __hmul2(reinterpret_cast<const Pair&>(slopes[m][k][i]),
+                                     reinterpret_cast<const Pair&>(p[m][k][i]));
+        slopes[m][k][i] = reinterpret_cast<const uint32_t&>(product);
+      }
+}
+
+// ALiBi (Press et al. 2021) and the bias. `units` are what the scores are still to be multiplied
+// by, and the return value what they are after that.
 template <Axes kAxes, int kM, int kN>
 __device__ __forceinline__ float add_biases(float (&scores)[kM][kN][4], float units,
                                             const Modifiers& modifiers, const Shape& shape,

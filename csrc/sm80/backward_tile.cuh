@@ -89,8 +89,8 @@ __device__ __forceinline__ TablePlace table_place(const BackwardParams& params,
           place.first_key + slice_of_warp<Config>() * Config::kSliceKeys + lane / 4};
 }
 
-// P of a biased score and what it subtracts, both in units of log2(e): 0 where the bias masks, never
-// above 1 by rounding, which is coarse for the lowest finite biases.
+// P of a biased score and what it subtracts, both in units of log2(e): 0 where the bias masks,
+// never above 1 by rounding, which is coarse for the lowest finite biases.
 __device__ __forceinline__ float biased_probability(float score, float subtract) {
   const float exponent = score - subtract;
   return score == -INFINITY ? 0.f : ptx::exp2_approx(exponent > 0.f ? 0.f : exponent);
@@ -164,23 +164,27 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
     to_operand<T>(p, s);
   }
 
-  // Two warps meet here: P goes from one to the other.
+  // Two warps meet here: P goes from one to the other, times the derivative of the soft cap. The
+  // gradient of the bias comes before the cap: for its sake they go apart.
+  const bool capped = Config::kFull && modifiers.softcap > 0.f;
+  const bool apart = kRole == Role::kBoth || params.dbias.data != nullptr;
   auto& exchange = smem.p[slice];
   if constexpr (!kKeys) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int k = 0; k < kN / 2; ++k)
-        exchange[m * kN / 2 + k][lane] = {p[m][k][0], p[m][k][1], p[m][k][2], p[m][k][3]};
-    if (Config::kFull && modifiers.softcap > 0.f) {
+    const auto send = [&](uint4(*blocks)[kWarpSize], const uint32_t (&values)[kM][kN / 2][4]) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int k = 0; k < kN / 2; ++k) {
-          const auto& slope = cap_slopes[m][k];
-          exchange[Config::kSliceBlocks + m * kN / 2 + k][lane] = {slope[0], slope[1], slope[2],
-                                                                   slope[3]};
+          const auto& value = values[m][k];
+          blocks[m * kN / 2 + k][lane] = {value[0], value[1], value[2], value[3]};
         }
+    };
+    if (capped && !apart) {
+      multiply<T>(cap_slopes, p);  // the sign of P tells still what is dropped
+      send(exchange, cap_slopes);
+    } else {
+      send(exchange, p);
+      if (capped) send(exchange + Config::kSliceBlocks, cap_slopes);
     }
     ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(slice));
   }
@@ -224,7 +228,7 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
         else
           store_bias_gradient(ds, params.dbias, shape, at);
       }
-      if (modifiers.softcap > 0.f) {
+      if (capped && apart) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
