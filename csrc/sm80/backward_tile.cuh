@@ -77,6 +77,19 @@ __device__ __forceinline__ void zero_masked_slice(float (&acc)[kM][kN][4],
               tile * Config::kBlockM + lane % 4 * 2);
 }
 
+// Whether any query of a tile sees any of this warp's keys. The vote tells the compiler that lanes
+// agree: it spares registers.
+template <typename Config>
+__device__ __forceinline__ bool sees_slice(const BackwardParams& params,
+                                           const typename Config::SharedStorage& smem, int tile) {
+  const int key =
+      BackwardPlace<Config>(smem).first_key + slice_of_warp<Config>() * Config::kSliceKeys;
+  const BandMask mask(shape_of<Config>(params, smem), params.window);
+  return __any_sync(0xffffffffu,
+                    mask.touches({tile * Config::kBlockM, (tile + 1) * Config::kBlockM},
+                                 {key, key + Config::kSliceKeys}));
+}
+
 // Where this lane's first element of a tile's Sᵀ lies; `head` is in the flat order (batch, head).
 template <typename Config>
 __device__ __forceinline__ TablePlace table_place(const BackwardParams& params,
@@ -123,6 +136,14 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
 
   constexpr bool kValues = kRole != Role::kKeys;
   constexpr bool kKeys = kRole != Role::kValues;
+
+  if (masked && !sees_slice<Config>(params, smem, tile)) {  // other warps' keys are seen
+    const uint32_t zero[kM][kN / 2][4] = {};
+    if constexpr (kKeys)
+      stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), zero,
+                                             slice * Config::kSliceKeys, lane);
+    return;
+  }
 
   Accumulator<kM, kN> s;   // Sᵀ (16 kM keys, 8 kN queries)
   Accumulator<kM, kN> ds;  // dPᵀ, then dSᵀ

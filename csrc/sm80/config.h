@@ -23,6 +23,8 @@ struct ForwardConfig {
   static constexpr int kStages = kStages_;
   static constexpr int kThreads = kWarps_ * kWarpSize;
   static constexpr int kWarpRows = kBlockM / kWarps_;  // query rows of a warp
+  // Whether a warp passes over tiles that only other warps see. Elsewhere registers are wanting.
+  static constexpr bool kSkips = !kFull && kHeadDim != 128;
 
   static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row fragments");
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0, "ldmatrix.x4 reads 16x16 blocks");

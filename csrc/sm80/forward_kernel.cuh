@@ -100,17 +100,20 @@ __device__ __forceinline__ bool has_bias(const ForwardParams& params) {
 }
 
 // Brings raw scores (16 kM, 8 kN) of this warp's rows to what the softmax sees, masks aside. `key`
-// is that of this lane's first element. Returns what the scores are still to be multiplied by.
+// is that of this lane's first element. Returns what the scores are still to be multiplied by, > 0.
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ float modify_scores(float (&scores)[kM][kN][4],
                                                const ForwardParams& params,
                                                const typename Config::SharedStorage& smem,
                                                int key) {
   const ForwardPlace<Config> place(params, smem);
-  const float units = cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
-  return add_biases<Axes::kQueriesDown>(scores, units, params.modifiers,
-                                        shape_of<Config>(params, smem),
-                                        {place.at.batch, place.at.head, place.lane_row, key});
+  float units = cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
+  units = add_biases<Axes::kQueriesDown>(scores, units, params.modifiers,
+                                         shape_of<Config>(params, smem),
+                                         {place.at.batch, place.at.head, place.lane_row, key});
+  if (units > 0.f) return units;
+  scale(scores, units);
+  return 1.f;
 }
 
 // Drops probabilities (16 kM, 8 kN) of this warp's rows; `first_key` is the tile's.
@@ -183,6 +186,7 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     v_loader.set_rows(kMaxSeqlen);
   }
 
+  const float softmax_units = params.softmax_scale * kLog2E;
   const auto q_rows = lane_offsets<QTile, RowFirst>(
       ptx::shared_address(smem.q) + place.warp_row * QTile::kRowBytes, lane);
 
@@ -210,20 +214,37 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
       __syncthreads();
     }
 
+    if (Config::kSkips && masked) {  // this warp's rows may see nothing of the tile
+      const ForwardPlace<Config> here(params, smem);
+      const int first_row = here.rows.begin + here.warp_row;
+      const BandMask band(shape_of<Config>(params, smem), params.window);
+      // The vote tells the compiler that lanes agree: it spares registers.
+      if (!__any_sync(0xffffffffu, band.touches({first_row, first_row + Config::kWarpRows},
+                                                {tile * kBlockN, (tile + 1) * kBlockN})))
+        continue;
+    }
+
     Accumulator<kM, kN> scores;  // (16 kM, 8 kN)
     clear(scores);
     gemm_rows_rows<T, Config::kHeadDim / 16>(scores, q_rows,
                                              lane_offsets<KTile, ChunkFirst>(k_tile, lane));
-    float units = params.softmax_scale * kLog2E;
+    float units =
+        params.softmax_scale > 0.f ? softmax_units : 1.f;  // the softmax folds them if > 0
     if constexpr (Config::kFull)
       units = modify_scores<Config>(scores, params, smem, tile * kBlockN + lane % 4 * 2);
-    if (units <= 0.f) {  // the softmax folds units > 0 only
-      scale(scores, units);
-      units = 1.f;
+    else if (params.softmax_scale <= 0.f)
+      scale(scores, softmax_units);
+    if (masked) {
+      const BandMask band(shape_of<Config>(params, smem), params.window);
+      const int row = ForwardPlace<Config>(params, smem).lane_row;
+      const int key = tile * kBlockN + lane % 4 * 2;
+      if constexpr (Config::kFull) {  // for want of registers
+        apply_mask(scores, band, row, key);
+      } else {
+        const Range cut = whole_tiles();
+        apply_mask(scores, band, row, key, tile < cut.begin, tile >= cut.end);
+      }
     }
-    if (masked)
-      apply_mask(scores, BandMask(shape_of<Config>(params, smem), params.window),
-                 ForwardPlace<Config>(params, smem).lane_row, tile * kBlockN + lane % 4 * 2);
 
     softmax.step(scores, out, units);
     if constexpr (Config::kFull) drop<Config>(scores, params, smem, tile * kBlockN);
