@@ -86,45 +86,47 @@ class BandMask {
   int right_;  // last visible key relative to the row
 };
 
-// Sets scores (16 kM, 8 kN) of keys a row does not see to -inf. `row` and `key` are the
-// coordinates of this lane's first element. `begins` and `ends` tell whether any row's keys may
-// begin behind the first of the fragments, or end before the last: most tiles are cut at one side
-// only.
+// Sets scores (16 kM, 8 kN) of keys behind a row's last one to -inf. `row` and `key` are the
+// coordinates of this lane's first element.
 template <int kM, int kN>
-__device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const BandMask& mask,
-                                           int row, int key, bool begins, bool ends) {
-  if (ends) {
+__device__ __forceinline__ void mask_ends(float (&scores)[kM][kN][4], const BandMask& mask, int row,
+                                          int key) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+  for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int end = mask.end_key(row + 16 * m + 8 * h) - key;
+    for (int h = 0; h < 2; ++h) {
+      const int end = mask.end_key(row + 16 * m + 8 * h) - key;
 #pragma unroll
-        for (int n = 0; n < kN; ++n)
+      for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
-      }
-  }
-  if (begins) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int first = mask.first_key(row + 16 * m + 8 * h) - key;
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (8 * n + e < first) scores[m][n][2 * h + e] = -INFINITY;
-      }
-  }
+        for (int e = 0; e < 2; ++e)
+          if (8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
+    }
 }
 
+// The same of keys before a row's first one.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_begins(float (&scores)[kM][kN][4], const BandMask& mask,
+                                            int row, int key) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int first = mask.first_key(row + 16 * m + 8 * h) - key;
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * n + e < first) scores[m][n][2 * h + e] = -INFINITY;
+    }
+}
+
+// The same of all keys that a row does not see.
 template <int kM, int kN>
 __device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const BandMask& mask,
                                            int row, int key) {
-  apply_mask(scores, mask, row, key, mask.limits_left(), true);
+  mask_ends(scores, mask, row, key);
+  if (mask.limits_left()) mask_begins(scores, mask, row, key);
 }
 
 // Zeroes elements (16 kM keys, 8 kN queries) of pairs that do not see each other, whatever they

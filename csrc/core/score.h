@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "core/bias.h"
+#include "core/bias_tile.h"
 #include "core/element.h"
 #include "core/gemm.h"
 #include "core/softmax.h"
@@ -115,11 +116,14 @@ __device__ __forceinline__ void multiply(uint32_t (&slopes)[kM][kK][4],
 }
 
 // ALiBi (Press et al. 2021) and the bias. `units` are what the scores are still to be multiplied
-// by, and the return value what they are after that.
-template <Axes kAxes, int kM, int kN>
+// by, and the return value what they are after that. With kTiled a bias in chunks lies in shared
+// memory: `blocks()` tells where. `hides` becomes whether the bias may mask, or be too large for P
+// not to exceed 1 by rounding.
+template <Axes kAxes, bool kTiled, int kM, int kN, typename Blocks>
 __device__ __forceinline__ float add_biases(float (&scores)[kM][kN][4], float units,
                                             const Modifiers& modifiers, const Shape& shape,
-                                            const TablePlace& at) {
+                                            const TablePlace& at, Blocks blocks, bool& hides) {
+  hides = false;
   if (modifiers.alibi_slopes != nullptr) {
     using Offset = FragmentOffset<kAxes>;
     const float slope =
@@ -137,12 +141,22 @@ __device__ __forceinline__ float add_biases(float (&scores)[kM][kN][4], float un
         }
     units = 1.f;
   }
-  if (modifiers.bias.data != nullptr) {
-    scale(scores, units);
-    units = 1.f;
-    add_bias<kAxes>(scores, modifiers.bias, modifiers.bias_in_pairs, shape, at);
+  const TableView& bias = modifiers.bias;
+  if (bias.data == nullptr) return units;
+  if constexpr (kTiled) {
+    if (modifiers.bias_in_chunks) {
+      const int rows = static_cast<int>(shape.seqlen_q) - at.row;
+      if (bias.dtype == DType::kFloat16)
+        hides = !add_bias_tile<__half, kAxes>(scores, units, blocks(), rows);
+      else
+        hides = !add_bias_tile<__nv_bfloat16, kAxes>(scores, units, blocks(), rows);
+      return 1.f;
+    }
   }
-  return units;
+  hides = true;
+  scale(scores, units);
+  add_bias<kAxes>(scores, bias, modifiers.bias_in_pairs, shape, at);
+  return 1.f;
 }
 
 }  // namespace flash_ext

@@ -153,12 +153,19 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
   uint32_t p[kM][kN / 2][4];          // Pᵀ = exp2(Sᵀ - lse) as A fragments
   uint32_t cap_slopes[kM][kN / 2][4];  // the derivative of the soft cap, likewise
   const Modifiers& modifiers = params.modifiers;
+  bool hides = false;
   if constexpr (kValues) {
     float units = params.softmax_scale * kLog2E;  // what the scores are still to be multiplied by
     if constexpr (Config::kFull) {
       units = cap_scores<T>(s, cap_slopes, modifiers.softcap, params.softmax_scale);
-      units = add_biases<Axes::kKeysDown>(s, units, modifiers, shape_of<Config>(params, smem),
-                                          table_place<Config>(params, smem, head, tile));
+      units = add_biases<Axes::kKeysDown, Config::kBiasTile>(
+          s, units, modifiers, shape_of<Config>(params, smem),
+          table_place<Config>(params, smem, head, tile),
+          [&] {
+            return lane_offsets<typename Config::BiasTile, ChunkFirst, Config::kSliceKeys / 16>(
+                bias_tile<Config>(smem, stage), lane, slice * Config::kSliceKeys / 16);
+          },
+          hides);
     }
     const auto exponentiate = [&](auto probability) {
 #pragma unroll
@@ -171,7 +178,7 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
           for (int i = 0; i < 4; ++i) s[m][n][i] = probability(s[m][n][i], subtract[i % 2]);
       }
     };
-    if (Config::kFull && modifiers.bias.data != nullptr)  // then units are 1
+    if (hides)  // then units are 1
       exponentiate(biased_probability);
     else
       exponentiate([units](float score, float subtract) {
@@ -207,9 +214,13 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
       send(exchange, p);
       if (capped) send(exchange + Config::kSliceBlocks, cap_slopes);
     }
+    if (Config::kFull && lane == 0) smem.hides[slice] = hides;
     ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(slice));
   }
-  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(pair_barrier(slice));
+  if constexpr (!kValues) {
+    ptx::barrier_sync<2 * kWarpSize>(pair_barrier(slice));
+    if constexpr (Config::kFull) hides = smem.hides[slice];
+  }
 
   if constexpr (kKeys) {  // dSᵀ = Pᵀ (dPᵀ - delta)
     const auto differentiate = [&](auto gradient) {
@@ -231,9 +242,9 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
         }
       }
     };
-    if (Config::kFull && (modifiers.bias.data != nullptr || modifiers.drop_threshold != 0))
+    if (Config::kFull && (hides || modifiers.drop_threshold != 0))
       differentiate([&](float p, float dp, float delta) {
-        return score_gradient(p, dp, delta, modifiers.keep_scale, modifiers.bias.data != nullptr);
+        return score_gradient(p, dp, delta, modifiers.keep_scale, hides);
       });
     else
       differentiate([](float p, float dp, float delta) { return p * (dp - delta); });

@@ -108,12 +108,35 @@ __device__ __forceinline__ float modify_scores(float (&scores)[kM][kN][4],
                                                int key) {
   const ForwardPlace<Config> place(params, smem);
   float units = cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
-  units = add_biases<Axes::kQueriesDown>(scores, units, params.modifiers,
-                                         shape_of<Config>(params, smem),
-                                         {place.at.batch, place.at.head, place.lane_row, key});
+  bool hides;
+  units = add_biases<Axes::kQueriesDown, Config::kBiasTile>(
+      scores, units, params.modifiers, shape_of<Config>(params, smem),
+      {place.at.batch, place.at.head, place.lane_row, key},
+      [&] {
+        using Tile = typename Config::BiasTile;
+        return lane_offsets<Tile, RowFirst>(
+            bias_tile<Config>(smem) + place.warp_row * Tile::kRowBytes, threadIdx.x % kWarpSize);
+      },
+      hides);
   if (units > 0.f) return units;
   scale(scores, units);
   return 1.f;
+}
+
+// Enqueues this warp's rows of a tile of the bias, if it is one to lie in shared memory.
+template <typename Config>
+__device__ __forceinline__ void load_bias(const ForwardParams& params,
+                                          const typename Config::SharedStorage& smem, int tile) {
+  if (!params.modifiers.bias_in_chunks) return;
+  using Tile = typename Config::BiasTile;
+  const ForwardPlace<Config> place(params, smem);
+  const Shape& shape = shape_of<Config>(params, smem);
+  const int row = place.rows.begin + place.warp_row, key = tile * Config::kBlockN;
+  load_bias_tile<Tile, Config::kWarpRows, Config::kBlockN, kWarpSize>(
+      bias_tile<Config>(smem) + place.warp_row * Tile::kRowBytes, params.modifiers.bias,
+      {place.at.batch, place.at.head, row, key}, static_cast<int>(shape.seqlen_q) - row,
+      static_cast<int>(shape.seqlen_k) - key, threadIdx.x % kWarpSize);
+  ptx::cp_async_commit();
 }
 
 // Drops probabilities (16 kM, 8 kN) of this warp's rows; `first_key` is the tile's.
@@ -181,6 +204,7 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
           params.q.seq_stride, seqlen_q, shape.head_dim, place.at.tile)
       .load(ptx::shared_address(smem.q), place.at.tile);
   load_tile(tile, 0);
+  if constexpr (Config::kBiasTile) load_bias<Config>(params, smem, tile);
   if constexpr (Config::kPacked && !kKeepsKeys) {  // no other tile is cut
     k_loader.set_rows(kMaxSeqlen);
     v_loader.set_rows(kMaxSeqlen);
@@ -241,8 +265,9 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
       if constexpr (Config::kFull) {  // for want of registers
         apply_mask(scores, band, row, key);
       } else {
-        const Range cut = whole_tiles();
-        apply_mask(scores, band, row, key, tile < cut.begin, tile >= cut.end);
+        const Range seen_whole = whole_tiles();  // most others are cut at one side only
+        if (tile >= seen_whole.end) mask_ends(scores, band, row, key);
+        if (tile < seen_whole.begin) mask_begins(scores, band, row, key);
       }
     }
 
@@ -251,6 +276,10 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
 
     uint32_t p[kM][kN / 2][4];  // (16 kM, 8 kN) as A fragments
     to_operand<T>(p, scores);
+    if constexpr (Config::kBiasTile) {
+      __syncwarp();  // the warp has read its rows of the bias
+      if (tile > touched.begin) load_bias<Config>(params, smem, tile - 1);
+    }
     gemm_registers_columns<T>(out, p, lane_offsets<KTile, RowFirst>(v_tile, lane));
   }
   const Range seen_whole = whole_tiles();
