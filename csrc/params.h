@@ -80,6 +80,7 @@ struct Modifiers {
   // Null: none. kFloat16, kBFloat16, kFloat32: added, -inf masks. kBool: true may attend.
   TableView bias;
   bool bias_in_pairs;  // keys 2n and 2n + 1 of a row lie where one load can fetch both
+  bool bias_in_chunks;  // so do keys 8n to 8n + 7, of 16 bits each
 
   // Probabilities whose 16-bit random value is below the threshold are dropped (core/dropout.h) and
   // the others multiplied by keep_scale. 0 and 1: off.

@@ -55,11 +55,12 @@ inline Tensor read_bias(py::handle object, const Table& table, const Tensor& q) 
   return bias;
 }
 
-// Whether one load can take two neighbouring keys wherever it starts at an even one.
-inline bool lies_in_pairs(const TableView& view) {
-  const int64_t pair_bytes = 2 * dtype_bytes(view.dtype);
-  return view.key_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % pair_bytes == 0 &&
-         view.batch_stride % 2 == 0 && view.head_stride % 2 == 0 && view.row_stride % 2 == 0;
+// Whether one load can take so many neighbouring keys wherever it starts at a multiple of them.
+inline bool lies_in_groups(const TableView& view, int64_t keys) {
+  return view.key_stride == 1 &&
+         reinterpret_cast<uintptr_t>(view.data) % (keys * dtype_bytes(view.dtype)) == 0 &&
+         view.batch_stride % keys == 0 && view.head_stride % keys == 0 &&
+         view.row_stride % keys == 0;
 }
 
 // `object`: None, or (softcap, alibi_slopes, attn_bias, drop_threshold, seed).
@@ -91,7 +92,9 @@ inline Modifiers read_modifiers(const Kernel& row, py::handle object, const Tabl
   }
   if (const py::handle bias = member(kAttnBias); !bias.is_none()) {
     modifiers.bias = table_view(read_bias(bias, table, q));
-    modifiers.bias_in_pairs = lies_in_pairs(modifiers.bias);
+    modifiers.bias_in_pairs = lies_in_groups(modifiers.bias, 2);
+    modifiers.bias_in_chunks =
+        dtype_bytes(modifiers.bias.dtype) == 2 && lies_in_groups(modifiers.bias, 8);
   }
   const auto threshold = member(kDropThreshold).cast<int64_t>();
   if (threshold < 0 || threshold >= kDropSteps) {

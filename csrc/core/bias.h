@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_bias(float (&scores)[kM][kN][4], const Table
         }
       return;
     }
-    if constexpr (kAxes == Axes::kKeysDown && sizeof(T) == 2) {
+    if constexpr (kAxes == Axes::kKeysDown && sizeof(T) <= 2) {
       if (inside) {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {

@@ -51,6 +51,11 @@ class BandMask {
   // Whether any row's keys begin behind key 0.
   __device__ __forceinline__ bool limits_left() const { return seqlen_q_ - 1 + left_ > 0; }
 
+  // Whether any of the query rows sees any of the keys.
+  __device__ __forceinline__ bool touches(Range rows, Range keys) const {
+    return keys.begin < end_key(rows.end - 1) && keys.end > first_key(rows.begin);
+  }
+
   // Query tiles of kBlockM with a row that sees any of the keys [keys.begin, keys.end) ...
   template <int kBlockM>
   __device__ __forceinline__ Range touching_query_tiles(Range keys) const {
@@ -81,11 +86,11 @@ class BandMask {
   int right_;  // last visible key relative to the row
 };
 
-// Sets scores (16 kM, 8 kN) of keys a row does not see to -inf. `row` and `key` are the
+// Sets scores (16 kM, 8 kN) of keys behind a row's last one to -inf. `row` and `key` are the
 // coordinates of this lane's first element.
 template <int kM, int kN>
-__device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const BandMask& mask,
-                                           int row, int key) {
+__device__ __forceinline__ void mask_ends(float (&scores)[kM][kN][4], const BandMask& mask, int row,
+                                          int key) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -97,7 +102,12 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const Ban
         for (int e = 0; e < 2; ++e)
           if (8 * n + e >= end) scores[m][n][2 * h + e] = -INFINITY;
     }
-  if (!mask.limits_left()) return;
+}
+
+// The same of keys before a row's first one.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_begins(float (&scores)[kM][kN][4], const BandMask& mask,
+                                            int row, int key) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -111,23 +121,44 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const Ban
     }
 }
 
+// The same of all keys that a row does not see.
+template <int kM, int kN>
+__device__ __forceinline__ void apply_mask(float (&scores)[kM][kN][4], const BandMask& mask,
+                                           int row, int key) {
+  mask_ends(scores, mask, row, key);
+  if (mask.limits_left()) mask_begins(scores, mask, row, key);
+}
+
 // Zeroes elements (16 kM keys, 8 kN queries) of pairs that do not see each other, whatever they
 // hold. `key` and `row` are the coordinates of this lane's first element.
 template <int kM, int kN>
 __device__ __forceinline__ void zero_masked(float (&acc)[kM][kN][4], const BandMask& mask, int key,
                                             int row) {
+  const auto zero = [&acc](int n, int e, auto hidden) {
 #pragma unroll
-  for (int n = 0; n < kN; ++n)
+    for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int first = mask.first_key(row + 8 * n + e) - key;
-      const int end = mask.end_key(row + 8 * n + e) - key;
+      for (int h = 0; h < 2; ++h)
+        if (hidden(16 * m + 8 * h)) acc[m][n][2 * h + e] = 0.f;
+  };
+  if (mask.end_key(row) - key < 16 * kM) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (16 * m + 8 * h < first || 16 * m + 8 * h >= end) acc[m][n][2 * h + e] = 0.f;
-    }
+      for (int e = 0; e < 2; ++e) {
+        const int end = mask.end_key(row + 8 * n + e) - key;
+        zero(n, e, [end](int further) { return further >= end; });
+      }
+  }
+  if (mask.first_key(row + 8 * kN - 7) > key) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int first = mask.first_key(row + 8 * n + e) - key;
+        zero(n, e, [first](int further) { return further < first; });
+      }
+  }
 }
 
 }  // namespace flash_ext

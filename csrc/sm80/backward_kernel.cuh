@@ -118,6 +118,23 @@ __device__ __forceinline__ bool sees_whole(const Shape& shape, const Window& win
   return tile >= whole.begin && tile < whole.end;
 }
 
+// Enqueues a tile of the bias, if it is one to lie in shared memory.
+template <typename Config>
+__device__ __forceinline__ void load_bias(const BackwardParams& params,
+                                          const typename Config::SharedStorage& smem, QueryTile at,
+                                          int stage) {
+  if (!params.modifiers.bias_in_chunks) return;
+  const Shape& shape = shape_of<Config>(params, smem);
+  const BackwardPlace<Config> place(smem);
+  const TablePlace first{place.at.batch,
+                         static_cast<int>(at.head - place.at.batch * params.shape.heads_q),
+                         at.tile * Config::kBlockM, place.first_key};
+  load_bias_tile<typename Config::BiasTile, Config::kBlockM, Config::kBlockN, Config::kThreads>(
+      bias_tile<Config>(smem, stage), params.modifiers.bias, first,
+      static_cast<int>(shape.seqlen_q) - first.row, static_cast<int>(shape.seqlen_k) - first.key,
+      threadIdx.x);
+}
+
 // The walk over the query heads of the block and their tiles: leaves dV and dK (kSliceKeys, 8 kD)
 // of this warp's keys, or the one of its role, in `gradients`.
 template <typename Config, int kGradients, int kM, int kD>
@@ -181,6 +198,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params,
               first_table_row<Config>(params, smem, at.head) + row,
           row < seqlen_q ? sizeof(float) : 0);
     }
+    if constexpr (Config::kBiasTile) load_bias<Config>(params, smem, at, stage);
     ptx::cp_async_commit();
   };
   load_queries({first_head, touching.begin}, 0);

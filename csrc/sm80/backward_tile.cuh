@@ -77,6 +77,19 @@ __device__ __forceinline__ void zero_masked_slice(float (&acc)[kM][kN][4],
               tile * Config::kBlockM + lane % 4 * 2);
 }
 
+// Whether any query of a tile sees any of this warp's keys. The vote tells the compiler that lanes
+// agree: it spares registers.
+template <typename Config>
+__device__ __forceinline__ bool sees_slice(const BackwardParams& params,
+                                           const typename Config::SharedStorage& smem, int tile) {
+  const int key =
+      BackwardPlace<Config>(smem).first_key + slice_of_warp<Config>() * Config::kSliceKeys;
+  const BandMask mask(shape_of<Config>(params, smem), params.window);
+  return __any_sync(0xffffffffu,
+                    mask.touches({tile * Config::kBlockM, (tile + 1) * Config::kBlockM},
+                                 {key, key + Config::kSliceKeys}));
+}
+
 // Where this lane's first element of a tile's Sᵀ lies; `head` is in the flat order (batch, head).
 template <typename Config>
 __device__ __forceinline__ TablePlace table_place(const BackwardParams& params,
@@ -89,9 +102,9 @@ __device__ __forceinline__ TablePlace table_place(const BackwardParams& params,
           place.first_key + slice_of_warp<Config>() * Config::kSliceKeys + lane / 4};
 }
 
-// P of a score and what it subtracts, both in units of log2(e): 0 where a bias masks, never above 1
-// by rounding, which is coarse for the lowest finite biases.
-__device__ __forceinline__ float probability(float score, float subtract) {
+// P of a biased score and what it subtracts, both in units of log2(e): 0 where the bias masks,
+// never above 1 by rounding, which is coarse for the lowest finite biases.
+__device__ __forceinline__ float biased_probability(float score, float subtract) {
   const float exponent = score - subtract;
   return score == -INFINITY ? 0.f : ptx::exp2_approx(exponent > 0.f ? 0.f : exponent);
 }
@@ -124,6 +137,14 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
   constexpr bool kValues = kRole != Role::kKeys;
   constexpr bool kKeys = kRole != Role::kValues;
 
+  if (masked && !sees_slice<Config>(params, smem, tile)) {  // other warps' keys are seen
+    const uint32_t zero[kM][kN / 2][4] = {};
+    if constexpr (kKeys)
+      stage_operand<typename Config::DsTile>(ptx::shared_address(smem.ds[parity]), zero,
+                                             slice * Config::kSliceKeys, lane);
+    return;
+  }
+
   Accumulator<kM, kN> s;   // Sᵀ (16 kM keys, 8 kN queries)
   Accumulator<kM, kN> ds;  // dPᵀ, then dSᵀ
   if constexpr (kValues) multiply_slice<Config>(s, smem.k, q);
@@ -132,88 +153,101 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
   uint32_t p[kM][kN / 2][4];          // Pᵀ = exp2(Sᵀ - lse) as A fragments
   uint32_t cap_slopes[kM][kN / 2][4];  // the derivative of the soft cap, likewise
   const Modifiers& modifiers = params.modifiers;
-  if constexpr (kValues && Config::kFull) {
-    cap_scores<T>(s, cap_slopes, modifiers.softcap, params.softmax_scale);
-    const TablePlace at = table_place<Config>(params, smem, head, tile);
-    add_biases<Axes::kKeysDown>(s, modifiers, shape_of<Config>(params, smem), at);
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + column]);
-      const float subtract[2] = {softmax_exponent(lse.x), softmax_exponent(lse.y)};
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[m][n][i] = probability(s[m][n][i], subtract[i % 2]);
+  bool hides = false;
+  if constexpr (kValues) {
+    float units = params.softmax_scale * kLog2E;  // what the scores are still to be multiplied by
+    if constexpr (Config::kFull) {
+      units = cap_scores<T>(s, cap_slopes, modifiers.softcap, params.softmax_scale);
+      units = add_biases<Axes::kKeysDown, Config::kBiasTile>(
+          s, units, modifiers, shape_of<Config>(params, smem),
+          table_place<Config>(params, smem, head, tile),
+          [&] {
+            return lane_offsets<typename Config::BiasTile, ChunkFirst, Config::kSliceKeys / 16>(
+                bias_tile<Config>(smem, stage), lane, slice * Config::kSliceKeys / 16);
+          },
+          hides);
     }
+    const auto exponentiate = [&](auto probability) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + column]);
+        const float subtract[2] = {softmax_exponent(lse.x), softmax_exponent(lse.y)};
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[m][n][i] = probability(s[m][n][i], subtract[i % 2]);
+      }
+    };
+    if (hides)  // then units are 1
+      exponentiate(biased_probability);
+    else
+      exponentiate([units](float score, float subtract) {
+        return ptx::exp2_approx(fmaf(score, units, -subtract));
+      });
     if (masked) zero_masked_slice<Config>(s, params, smem, tile);
-    if (modifiers.drop_threshold != 0)
+    if (Config::kFull && modifiers.drop_threshold != 0) {
+      const TablePlace at = table_place<Config>(params, smem, head, tile);
       Dropout(modifiers, head, lane).mark_transposed(s, at.row - column, at.key - lane / 4);
-    to_operand<T>(p, s);
-  } else if constexpr (kValues) {
-    const float units = params.softmax_scale * kLog2E;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(&smem.lse[stage][8 * n + column]);
-      const float subtract[2] = {softmax_exponent(lse.x), softmax_exponent(lse.y)};
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[m][n][i] = ptx::exp2_approx(fmaf(s[m][n][i], units, -subtract[i % 2]));
     }
-    if (masked) zero_masked_slice<Config>(s, params, smem, tile);
     to_operand<T>(p, s);
   }
 
-  // Two warps meet here: P goes from one to the other.
+  // Two warps meet here: P goes from one to the other, times the derivative of the soft cap. The
+  // gradient of the bias comes before the cap: for its sake they go apart.
+  const bool capped = Config::kFull && modifiers.softcap > 0.f;
+  const bool apart = kRole == Role::kBoth || params.dbias.data != nullptr;
   auto& exchange = smem.p[slice];
   if constexpr (!kKeys) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int k = 0; k < kN / 2; ++k)
-        exchange[m * kN / 2 + k][lane] = {p[m][k][0], p[m][k][1], p[m][k][2], p[m][k][3]};
-    if (Config::kFull && modifiers.softcap > 0.f) {
+    const auto send = [&](uint4(*blocks)[kWarpSize], const uint32_t (&values)[kM][kN / 2][4]) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int k = 0; k < kN / 2; ++k) {
-          const auto& slope = cap_slopes[m][k];
-          exchange[Config::kSliceBlocks + m * kN / 2 + k][lane] = {slope[0], slope[1], slope[2],
-                                                                   slope[3]};
+          const auto& value = values[m][k];
+          blocks[m * kN / 2 + k][lane] = {value[0], value[1], value[2], value[3]};
         }
+    };
+    if (capped && !apart) {
+      multiply<T>(cap_slopes, p);  // the sign of P tells still what is dropped
+      send(exchange, cap_slopes);
+    } else {
+      send(exchange, p);
+      if (capped) send(exchange + Config::kSliceBlocks, cap_slopes);
     }
+    if (Config::kFull && lane == 0) smem.hides[slice] = hides;
     ptx::barrier_arrive<2 * kWarpSize>(pair_barrier(slice));
   }
-  if constexpr (!kValues) ptx::barrier_sync<2 * kWarpSize>(pair_barrier(slice));
+  if constexpr (!kValues) {
+    ptx::barrier_sync<2 * kWarpSize>(pair_barrier(slice));
+    if constexpr (Config::kFull) hides = smem.hides[slice];
+  }
 
   if constexpr (kKeys) {  // dSᵀ = Pᵀ (dPᵀ - delta)
+    const auto differentiate = [&](auto gradient) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * n + column]);
+      for (int n = 0; n < kN; ++n) {
+        const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * n + column]);
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        uint2 words;  // rows l / 4 and l / 4 + 8
-        if constexpr (kValues)
-          words = {p[m][n / 2][n % 2 * 2], p[m][n / 2][n % 2 * 2 + 1]};
-        else
-          words = reinterpret_cast<const uint2*>(&exchange[m * kN / 2 + n / 2][lane])[n % 2];
-        const float2 top = Element<T>::unpack(words.x), bottom = Element<T>::unpack(words.y);
-        if constexpr (Config::kFull) {
-          const bool hides = modifiers.bias.data != nullptr;
-          const float keep = modifiers.keep_scale;
-          ds[m][n][0] = score_gradient(top.x, ds[m][n][0], delta.x, keep, hides);
-          ds[m][n][1] = score_gradient(top.y, ds[m][n][1], delta.y, keep, hides);
-          ds[m][n][2] = score_gradient(bottom.x, ds[m][n][2], delta.x, keep, hides);
-          ds[m][n][3] = score_gradient(bottom.y, ds[m][n][3], delta.y, keep, hides);
-          continue;
+        for (int m = 0; m < kM; ++m) {
+          uint2 words;  // rows l / 4 and l / 4 + 8
+          if constexpr (kValues)
+            words = {p[m][n / 2][n % 2 * 2], p[m][n / 2][n % 2 * 2 + 1]};
+          else
+            words = reinterpret_cast<const uint2*>(&exchange[m * kN / 2 + n / 2][lane])[n % 2];
+          const float2 top = Element<T>::unpack(words.x), bottom = Element<T>::unpack(words.y);
+          ds[m][n][0] = gradient(top.x, ds[m][n][0], delta.x);
+          ds[m][n][1] = gradient(top.y, ds[m][n][1], delta.y);
+          ds[m][n][2] = gradient(bottom.x, ds[m][n][2], delta.x);
+          ds[m][n][3] = gradient(bottom.y, ds[m][n][3], delta.y);
         }
-        ds[m][n][0] = top.x * (ds[m][n][0] - delta.x);
-        ds[m][n][1] = top.y * (ds[m][n][1] - delta.y);
-        ds[m][n][2] = bottom.x * (ds[m][n][2] - delta.x);
-        ds[m][n][3] = bottom.y * (ds[m][n][3] - delta.y);
       }
-    }
+    };
+    if (Config::kFull && (hides || modifiers.drop_threshold != 0))
+      differentiate([&](float p, float dp, float delta) {
+        return score_gradient(p, dp, delta, modifiers.keep_scale, hides);
+      });
+    else
+      differentiate([](float p, float dp, float delta) { return p * (dp - delta); });
     if (masked) zero_masked_slice<Config>(ds, params, smem, tile);
     if constexpr (Config::kFull) {
       if (params.dbias.data != nullptr) {
@@ -226,7 +260,7 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
         else
           store_bias_gradient(ds, params.dbias, shape, at);
       }
-      if (modifiers.softcap > 0.f) {
+      if (capped && apart) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll

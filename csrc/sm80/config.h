@@ -5,6 +5,7 @@
 
 #include "core/layout.h"
 #include "core/packing.h"
+#include "ptx/shared.h"
 
 namespace flash_ext::sm80 {
 
@@ -23,6 +24,8 @@ struct ForwardConfig {
   static constexpr int kStages = kStages_;
   static constexpr int kThreads = kWarps_ * kWarpSize;
   static constexpr int kWarpRows = kBlockM / kWarps_;  // query rows of a warp
+  // Whether a warp passes over tiles that only other warps see. Elsewhere registers are wanting.
+  static constexpr bool kSkips = !kFull && kHeadDim != 128;
 
   static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row fragments");
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0, "ldmatrix.x4 reads 16x16 blocks");
@@ -30,6 +33,11 @@ struct ForwardConfig {
 
   using QTile = SmemTile<kBlockM, kHeadDim>;
   using KTile = SmemTile<kBlockN, kHeadDim>;  // V has the same tile
+
+  // A tile of the bias lies behind the rest of shared memory where there is such a bias.
+  static constexpr bool kBiasTile = kFull && kHeadDim <= 128;
+  using BiasTile = SmemTile<kBlockM, ceil_div(kBlockN, 32) * 32>;
+  static constexpr int kBiasBytes = kBiasTile ? BiasTile::kBytes : 0;
 
   struct SharedStorage {
     alignas(128) char q[QTile::kBytes];  // becomes the staging buffer of O
@@ -107,6 +115,11 @@ struct BackwardConfig {
   using QTile = SmemTile<kBlockM, kHeadDim>;  // dO has the same tile
   using DsTile = SmemTile<kBlockN, kBlockM>;  // dSᵀ: keys down, queries across
 
+  // Tiles of the bias lie behind the rest of shared memory where there is such a bias.
+  static constexpr bool kBiasTile = kFull && kHeadDim >= 64 && kHeadDim <= 128;
+  using BiasTile = SmemTile<kBlockM, kBlockN>;
+  static constexpr int kBiasBytes = kBiasTile ? kStages * BiasTile::kBytes : 0;
+
   // 16x16 blocks of Pᵀ of a slice, which a pair of warps exchanges as A fragments, and of the
   // derivative of the soft cap.
   static constexpr int kExchanges = kSliceWarps == 2 ? kSlices : 1;
@@ -125,10 +138,25 @@ struct BackwardConfig {
     Sequence sequence;  // where kPacked
     bool k_is_finite;
     bool ordered;  // additions to dQ take turns
+    bool hides[kSlices];  // whether the bias may mask, of the present tile
     int tile, head, batch;  // of this block: key tile, key head, batch entry
     int first_query_head, query_heads;  // of this block: first in the batch entry, how many
   };
 };
+
+// Address of a tile of the bias.
+template <typename Config>
+__device__ __forceinline__ uint32_t bias_tile(const typename Config::SharedStorage& smem,
+                                              int stage = 0) {
+  return ptx::shared_address(&smem) + sizeof(typename Config::SharedStorage) +
+         stage * Config::BiasTile::kBytes;
+}
+
+// Bytes of shared memory for a call, or, without one, for any.
+template <typename Config>
+constexpr int smem_bytes(bool biased = true) {
+  return sizeof(typename Config::SharedStorage) + (biased ? Config::kBiasBytes : 0);
+}
 
 template <typename T, int kHeadDim, int kBlockM, int kBlockN, int kWarps>
 using FullForwardConfig = ForwardConfig<T, kHeadDim, kBlockM, kBlockN, kWarps, 2, true>;

@@ -100,15 +100,43 @@ __device__ __forceinline__ bool has_bias(const ForwardParams& params) {
 }
 
 // Brings raw scores (16 kM, 8 kN) of this warp's rows to what the softmax sees, masks aside. `key`
-// is that of this lane's first element.
+// is that of this lane's first element. Returns what the scores are still to be multiplied by, > 0.
 template <typename Config, int kM, int kN>
-__device__ __forceinline__ void modify_scores(float (&scores)[kM][kN][4],
-                                              const ForwardParams& params,
-                                              const typename Config::SharedStorage& smem, int key) {
+__device__ __forceinline__ float modify_scores(float (&scores)[kM][kN][4],
+                                               const ForwardParams& params,
+                                               const typename Config::SharedStorage& smem,
+                                               int key) {
   const ForwardPlace<Config> place(params, smem);
-  cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
-  add_biases<Axes::kQueriesDown>(scores, params.modifiers, shape_of<Config>(params, smem),
-                                 {place.at.batch, place.at.head, place.lane_row, key});
+  float units = cap_scores(scores, params.modifiers.softcap, params.softmax_scale);
+  bool hides;
+  units = add_biases<Axes::kQueriesDown, Config::kBiasTile>(
+      scores, units, params.modifiers, shape_of<Config>(params, smem),
+      {place.at.batch, place.at.head, place.lane_row, key},
+      [&] {
+        using Tile = typename Config::BiasTile;
+        return lane_offsets<Tile, RowFirst>(
+            bias_tile<Config>(smem) + place.warp_row * Tile::kRowBytes, threadIdx.x % kWarpSize);
+      },
+      hides);
+  if (units > 0.f) return units;
+  scale(scores, units);
+  return 1.f;
+}
+
+// Enqueues this warp's rows of a tile of the bias, if it is one to lie in shared memory.
+template <typename Config>
+__device__ __forceinline__ void load_bias(const ForwardParams& params,
+                                          const typename Config::SharedStorage& smem, int tile) {
+  if (!params.modifiers.bias_in_chunks) return;
+  using Tile = typename Config::BiasTile;
+  const ForwardPlace<Config> place(params, smem);
+  const Shape& shape = shape_of<Config>(params, smem);
+  const int row = place.rows.begin + place.warp_row, key = tile * Config::kBlockN;
+  load_bias_tile<Tile, Config::kWarpRows, Config::kBlockN, kWarpSize>(
+      bias_tile<Config>(smem) + place.warp_row * Tile::kRowBytes, params.modifiers.bias,
+      {place.at.batch, place.at.head, row, key}, static_cast<int>(shape.seqlen_q) - row,
+      static_cast<int>(shape.seqlen_k) - key, threadIdx.x % kWarpSize);
+  ptx::cp_async_commit();
 }
 
 // Drops probabilities (16 kM, 8 kN) of this warp's rows; `first_key` is the tile's.
@@ -176,12 +204,13 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
           params.q.seq_stride, seqlen_q, shape.head_dim, place.at.tile)
       .load(ptx::shared_address(smem.q), place.at.tile);
   load_tile(tile, 0);
+  if constexpr (Config::kBiasTile) load_bias<Config>(params, smem, tile);
   if constexpr (Config::kPacked && !kKeepsKeys) {  // no other tile is cut
     k_loader.set_rows(kMaxSeqlen);
     v_loader.set_rows(kMaxSeqlen);
   }
 
-  const float units = params.softmax_scale * kLog2E;
+  const float softmax_units = params.softmax_scale * kLog2E;
   const auto q_rows = lane_offsets<QTile, RowFirst>(
       ptx::shared_address(smem.q) + place.warp_row * QTile::kRowBytes, lane);
 
@@ -209,23 +238,48 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
       __syncthreads();
     }
 
+    if (Config::kSkips && masked) {  // this warp's rows may see nothing of the tile
+      const ForwardPlace<Config> here(params, smem);
+      const int first_row = here.rows.begin + here.warp_row;
+      const BandMask band(shape_of<Config>(params, smem), params.window);
+      // The vote tells the compiler that lanes agree: it spares registers.
+      if (!__any_sync(0xffffffffu, band.touches({first_row, first_row + Config::kWarpRows},
+                                                {tile * kBlockN, (tile + 1) * kBlockN})))
+        continue;
+    }
+
     Accumulator<kM, kN> scores;  // (16 kM, 8 kN)
     clear(scores);
     gemm_rows_rows<T, Config::kHeadDim / 16>(scores, q_rows,
                                              lane_offsets<KTile, ChunkFirst>(k_tile, lane));
+    float units =
+        params.softmax_scale > 0.f ? softmax_units : 1.f;  // the softmax folds them if > 0
     if constexpr (Config::kFull)
-      modify_scores<Config>(scores, params, smem, tile * kBlockN + lane % 4 * 2);
+      units = modify_scores<Config>(scores, params, smem, tile * kBlockN + lane % 4 * 2);
     else if (params.softmax_scale <= 0.f)
-      scale(scores, units);  // the softmax folds units > 0 only
-    if (masked)
-      apply_mask(scores, BandMask(shape_of<Config>(params, smem), params.window),
-                 ForwardPlace<Config>(params, smem).lane_row, tile * kBlockN + lane % 4 * 2);
+      scale(scores, softmax_units);
+    if (masked) {
+      const BandMask band(shape_of<Config>(params, smem), params.window);
+      const int row = ForwardPlace<Config>(params, smem).lane_row;
+      const int key = tile * kBlockN + lane % 4 * 2;
+      if constexpr (Config::kFull) {  // for want of registers
+        apply_mask(scores, band, row, key);
+      } else {
+        const Range seen_whole = whole_tiles();  // most others are cut at one side only
+        if (tile >= seen_whole.end) mask_ends(scores, band, row, key);
+        if (tile < seen_whole.begin) mask_begins(scores, band, row, key);
+      }
+    }
 
-    softmax.step(scores, out, !Config::kFull && params.softmax_scale > 0.f ? units : 1.f);
+    softmax.step(scores, out, units);
     if constexpr (Config::kFull) drop<Config>(scores, params, smem, tile * kBlockN);
 
     uint32_t p[kM][kN / 2][4];  // (16 kM, 8 kN) as A fragments
     to_operand<T>(p, scores);
+    if constexpr (Config::kBiasTile) {
+      __syncwarp();  // the warp has read its rows of the bias
+      if (tile > touched.begin) load_bias<Config>(params, smem, tile - 1);
+    }
     gemm_registers_columns<T>(out, p, lane_offsets<KTile, RowFirst>(v_tile, lane));
   }
   const Range seen_whole = whole_tiles();

@@ -25,13 +25,13 @@ inline int64_t tiles_of_head(const Shape& shape, const Packing& packing, int64_t
 
 template <typename Config>
 int32_t launch_forward(const ForwardParams& params, void* stream) {
-  constexpr int kSmem = sizeof(typename Config::SharedStorage);
   const auto kernel = &flash_forward<Config>;
-  static KernelSetup setup(kernel, kSmem);
+  static KernelSetup setup(kernel, smem_bytes<Config>());
   const Shape& shape = params.shape;
   const int64_t blocks =
       tiles_of_head(shape, params.packing, shape.seqlen_q, Config::kBlockM) * shape.heads_q;
-  return launch(kernel, setup, blocks, Config::kThreads, kSmem, params, stream);
+  return launch(kernel, setup, blocks, Config::kThreads,
+                smem_bytes<Config>(params.modifiers.bias_in_chunks), params, stream);
 }
 
 // The run of the main pass that finds the largest addition to a bias gradient, and nothing else.
@@ -53,7 +53,6 @@ inline GradientSums query_sums(const BackwardParams& params) {
 // pass runs twice.
 template <typename Config>
 int32_t launch_backward(const BackwardParams& params, void* stream) {
-  constexpr int kSmem = sizeof(typename Config::SharedStorage);
   const Shape& shape = params.shape;
 
   using Rows = RowConfig<typename Config::Element, Config::kHeadDim>;
@@ -65,11 +64,12 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
     if (int32_t error = clear_sums(sums, stream)) return error;
 
   const auto kernel = &flash_backward<Config>;
-  static KernelSetup setup(kernel, kSmem);
+  static KernelSetup setup(kernel, smem_bytes<Config>());
   const int64_t blocks = tiles_of_head(shape, params.packing, shape.seqlen_k, Config::kBlockN) *
                          params.splits * shape.heads_k;
   const auto launch_main = [&](const BackwardParams& asked) {
-    return launch(kernel, setup, blocks, Config::kThreads, kSmem, asked, stream);
+    return launch(kernel, setup, blocks, Config::kThreads,
+                  smem_bytes<Config>(asked.modifiers.bias_in_chunks), asked, stream);
   };
   const bool fixed = Config::kFull && params.dbias_fixed.sums != nullptr;
   if (fixed)
@@ -85,8 +85,10 @@ int32_t launch_backward(const BackwardParams& params, void* stream) {
 
 template <typename Config>
 constexpr Kernel row(Pass pass) {
-  return describe<Config>("sm80", pass, Config::kFull ? Features::kFull : Features::kLean,
-                          Config::kPacked, /*whole_dq_tiles=*/false);
+  Kernel kernel = describe<Config>("sm80", pass, Config::kFull ? Features::kFull : Features::kLean,
+                                   Config::kPacked, /*whole_dq_tiles=*/false);
+  kernel.smem_bytes = smem_bytes<Config>();
+  return kernel;
 }
 
 template <typename... Configs>
