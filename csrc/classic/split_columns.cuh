@@ -95,8 +95,8 @@ __device__ __forceinline__ void attend_tile(const Params& params, ColumnStorage<
   scale(scores, params.softmax_scale * kLog2E);
   const BandMask mask(params.shape, params.window);
   if (key_tile >= mask.template whole_key_tiles<T::kBlockN>(rows).end)
-    apply_mask(scores, mask, rows.begin + lane / 4,
-               key_tile * T::kBlockN + warp * kWarpKeys + lane % 4 * 2);
+    mask_ends(scores, mask, rows.begin + lane / 4,
+              key_tile * T::kBlockN + warp * kWarpKeys + lane % 4 * 2);
 
 #pragma unroll
   for (int m = 0; m < kM; ++m)

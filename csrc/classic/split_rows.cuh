@@ -184,8 +184,8 @@ __device__ __forceinline__ void attend_rows(const Params& params, RowStorage<T, 
     Accumulator<kM, T::kBlockN / 8> scores;  // (kWarpRows, kBlockN)
     multiply_scores<T>(scores, smem.q, warp_row, smem.k[stage], 0, lane);
     if (key_tile >= smem.place.whole_tiles)
-      apply_mask(scores, BandMask(params.shape, params.window),
-                 smem.place.rows.begin + warp_row + lane / 4, key_tile * T::kBlockN + lane % 4 * 2);
+      mask_ends(scores, BandMask(params.shape, params.window),
+                smem.place.rows.begin + warp_row + lane / 4, key_tile * T::kBlockN + lane % 4 * 2);
     softmax.step(scores, out, params.softmax_scale * kLog2E);
 
     uint32_t p[kM][T::kBlockN / 16][4];  // (kWarpRows, kBlockN) as A fragments

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(T::kThreads) flash_scores(const __grid_constan
   Accumulator<1, T::kBlockN / 8> scores;  // (16, kBlockN)
   multiply_scores<T>(scores, smem.q, warp_row, smem.k, 0, lane);
   scale(scores, params.softmax_scale);
-  apply_mask(scores, BandMask(shape, params.window), row, first_key + lane % 4 * 2);
+  mask_ends(scores, BandMask(shape, params.window), row, first_key + lane % 4 * 2);
   store_fragments(params.scores + head.index * seqlen_q * params.table_cols + first_key,
                   params.table_cols, seqlen_q, static_cast<int>(params.table_cols) - first_key,
                   scores, row, lane);
