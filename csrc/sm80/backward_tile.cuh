@@ -183,11 +183,11 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
         return ptx::exp2_approx(fmaf(score, units, -subtract));
       });
     if (masked) zero_masked_slice<Config>(s, params, smem, tile);
+    to_operand<T>(p, s);
     if (Config::kFull && modifiers.drop_threshold != 0) {
       const TablePlace at = table_place<Config>(params, smem, head, tile);
-      Dropout(modifiers, head, lane).mark_transposed(s, at.row - column, at.key - lane / 4);
+      Dropout(modifiers, head, lane).mark_transposed(p, at.row - column, at.key - lane / 4);
     }
-    to_operand<T>(p, s);
   }
 
   // Two warps meet here: P goes from one to the other, times the derivative of the soft cap. The
