@@ -110,9 +110,7 @@ __device__ __forceinline__ float biased_probability(float score, float subtract)
 }
 
 // The gradient of a score: P's sign tells whether it is dropped.
-__device__ __forceinline__ float score_gradient(float p, float dp, float delta, float keep_scale,
-                                                bool hides) {
-  if (hides && p == 0.f) return 0.f;  // dp may be NaN there
+__device__ __forceinline__ float score_gradient(float p, float dp, float delta, float keep_scale) {
   return fabsf(p) * fmaf(dp, __float_as_int(p) < 0 ? 0.f : keep_scale, -delta);
 }
 
@@ -185,11 +183,11 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
         return ptx::exp2_approx(fmaf(score, units, -subtract));
       });
     if (masked) zero_masked_slice<Config>(s, params, smem, tile);
+    to_operand<T>(p, s);
     if (Config::kFull && modifiers.drop_threshold != 0) {
       const TablePlace at = table_place<Config>(params, smem, head, tile);
-      Dropout(modifiers, head, lane).mark_transposed(s, at.row - column, at.key - lane / 4);
+      Dropout(modifiers, head, lane).mark_transposed(p, at.row - column, at.key - lane / 4);
     }
-    to_operand<T>(p, s);
   }
 
   // Two warps meet here: P goes from one to the other, times the derivative of the soft cap. The
@@ -242,10 +240,14 @@ __device__ __forceinline__ void add_query_tile(const BackwardParams& params,
         }
       }
     };
-    if (Config::kFull && (hides || modifiers.drop_threshold != 0))
-      differentiate([&](float p, float dp, float delta) {
-        return score_gradient(p, dp, delta, modifiers.keep_scale, hides);
+    const float keep = modifiers.keep_scale;
+    if (Config::kFull && hides)
+      differentiate([keep](float p, float dp, float delta) {
+        return p == 0.f ? 0.f : score_gradient(p, dp, delta, keep);  // dp may be NaN there
       });
+    else if (Config::kFull && modifiers.drop_threshold != 0)
+      differentiate(
+          [keep](float p, float dp, float delta) { return score_gradient(p, dp, delta, keep); });
     else
       differentiate([](float p, float dp, float delta) { return p * (dp - delta); });
     if (masked) zero_masked_slice<Config>(ds, params, smem, tile);

@@ -283,8 +283,12 @@ __device__ __forceinline__ bool attend(const ForwardParams& params,
     gemm_registers_columns<T>(out, p, lane_offsets<KTile, RowFirst>(v_tile, lane));
   }
   const Range seen_whole = whole_tiles();
+  Range walked = touched;
+  if constexpr (Config::kFull)  // found out again
+    walked = BandMask(shape_of<Config>(params, smem), params.window)
+                 .template touched_key_tiles<kBlockN>(ForwardPlace<Config>(params, smem).rows);
   const bool any_masked =
-      touched.begin < seen_whole.begin || touched.end > seen_whole.end || has_bias<Config>(params);
+      walked.begin < seen_whole.begin || walked.end > seen_whole.end || has_bias<Config>(params);
   return any_masked && !smem.guarded && __syncthreads_or(has_nonfinite(out));
 }
 

@@ -165,7 +165,7 @@ __device__ __forceinline__ void attend(const ForwardKernelParams& params,
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / 16; ++step)
       ptx::wgmma<T, Config::kHeadDimV, ptx::Major::kMN>(out, p[0][step], v.at(step),
-                                                       accumulate || step > 0);
+                                                        accumulate || step > 0);
     ptx::wgmma_commit();
   };
 
