@@ -71,7 +71,7 @@ void classic_forward(int32_t index, py::handle q_object, py::handle k_object, py
   const Tensor v = read_tensor("v", v_object);
   const Tensor out = read_tensor("out", out_object);
   Kernel limits{};
-  limits.head_dim = 128;
+  limits.head_dim = limits.head_dim_v = 128;
   const Shape shape = read_shape(limits, axes, q, k, v);
   if ((shape.head_dim != 64 && shape.head_dim != 128) || shape.head_dim_v != shape.head_dim) {
     fail<py::value_error>(
