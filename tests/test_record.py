@@ -339,7 +339,7 @@ def test_sanitizer_run_is_recorded(tree: Path, monkeypatch: pytest.MonkeyPatch) 
     """A stand-in for compute-sanitizer runs what follows its options and reports a finding."""
     program = tree / "compute-sanitizer"
     report = SANITIZER_OUTPUT.replace("12 passed in 3.0s\n", "")
-    program.write_text(f'#!/bin/sh\nshift 6\n"$@"\ncat <<"END"\n{report}END\n')
+    program.write_text(f'#!/bin/sh\nshift 8\n"$@"\ncat <<"END"\n{report}END\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tree), prepend=os.pathsep)
     marked = TESTS.replace("def test_case", "@pytest.mark.sanitizer\ndef test_case")
